@@ -1,0 +1,1 @@
+"""rooftile: what do a step's numbers survive, and what does it move?"""

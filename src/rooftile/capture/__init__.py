@@ -1,0 +1,1 @@
+"""A step goes in, one immutable Trace comes out."""

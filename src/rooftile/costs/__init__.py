@@ -1,0 +1,1 @@
+"""One formula per operator: FLOPs and bytes."""

@@ -1,0 +1,1 @@
+"""Memory, traffic, precision, KV cache and communication, from a Trace."""

@@ -1,0 +1,1 @@
+"""Scaled low precision."""

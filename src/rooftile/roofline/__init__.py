@@ -1,0 +1,1 @@
+"""Roofs, ridge points and bounds."""

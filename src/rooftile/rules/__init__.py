@@ -1,0 +1,1 @@
+"""Findings: one rule a file."""

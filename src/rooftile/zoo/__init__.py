@@ -1,0 +1,1 @@
+"""GPT-2 and Llama families in plain torch."""
