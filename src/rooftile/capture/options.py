@@ -1,0 +1,57 @@
+"""The choices a step is captured under, each with the words the command line takes."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rooftile.errors import UsageError
+
+__all__ = ["ATTENTION", "CHECKPOINT", "OPTIMIZERS", "PRECISIONS", "CaptureOptions"]
+
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "as-is")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "adamw-loop", "sgd", "none", "as-is")
+CHECKPOINT = ("none", "blocks")
+ATTENTION = ("auto", "tiled", "materialized")
+
+_CHOICES = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "checkpoint": CHECKPOINT, "attention": ATTENTION}
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """How to run the step; every field's default is the convention that a report prints.
+
+    ``precision``: ``fp32``, ``bf16``, ``fp16`` are the dtype of parameters, gradients and optimizer state;
+    ``*-mixed`` is FP32 parameters under the target device's autocast policy; ``*-master`` is 16-bit weights and
+    gradients with FP32 master weights; ``as-is`` leaves the model as the Step declares it, and is what a mixed
+    default becomes for a model whose parameters are not FP32.
+    ``optimizer``: ``adamw`` is the target's default implementation (foreach on CUDA, a for-loop elsewhere);
+    ``as-is`` takes the Step's own.
+    ``live``: run on real CPU tensors instead of meta tensors, with the same choices.
+    """
+
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+    checkpoint: str = "none"
+    attention: str = "auto"
+    micro_batches: int = 1
+    live: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                near = difflib.get_close_matches(str(value), choices, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}{hint}")
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise UsageError(f"micro_batches is {self.micro_batches!r}; give a whole number of at least 1.")
+
+    def with_(self, **changes: Any) -> CaptureOptions:
+        """The same choices with some of them changed."""
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for ``Trace.settings``."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}

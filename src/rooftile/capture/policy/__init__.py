@@ -1,0 +1,1 @@
+"""What the target device would run: one written policy per device class."""

@@ -1,0 +1,199 @@
+"""The recorder: a dispatch mode that turns what runs into Ops and Storages, at a few microseconds an operator.
+
+It sits below autograd, so it sees what a device would launch: forward, recomputation, backward and optimizer alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rooftile.capture.modules import ModuleTracker
+from rooftile.capture.trace import Call, Op, Phase, Role, Storage, TensorMeta
+
+__all__ = ["Recorder", "describe"]
+
+_DTYPES = {v: str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+#: A kernel's scratch memory: ``(name, bytes)`` pairs for one Call. It lives during that op only.
+Workspaces = Callable[[Call], tuple[tuple[str, int], ...]]
+
+
+def describe(tensor: Tensor) -> TensorMeta:
+    """Shape, stride, dtype and layout of a tensor, without torch types."""
+    if tensor.layout is torch.strided:
+        return TensorMeta(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype])
+    layout = str(tensor.layout).removeprefix("torch.")
+    nnz = tensor._nnz()
+    return TensorMeta(tuple(tensor.shape), (0,) * tensor.dim(), _DTYPES[tensor.dtype], layout, nnz)
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference that knows which record it stands for."""
+
+    __slots__ = ("address", "id")
+    id: int
+    address: int
+
+
+class _Live:
+    """The mutable record of a storage while the step runs."""
+
+    __slots__ = ("born", "died", "dtype", "id", "module", "name", "nbytes", "phase", "read_in_backward", "role", "shape")
+
+    def __init__(self, id: int, nbytes: int, born: int, module: str, phase: Phase | None, meta: TensorMeta) -> None:
+        self.id, self.nbytes, self.born, self.module, self.phase = id, nbytes, born, module, phase
+        self.died: int | None = None
+        self.role: Role | None = None
+        self.name = ""
+        self.dtype, self.shape = meta.dtype, meta.shape
+        self.read_in_backward = False
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator between ``__enter__`` and ``__exit__``.
+
+    ``handler(op)`` gives what stands in for a composite operator under inference mode; ``post(op, outputs)`` lets the
+    device policy correct an operator's outputs; ``workspaces(call)`` names a kernel's scratch memory.
+    """
+
+    def __init__(
+        self,
+        modules: ModuleTracker,
+        handler: Callable[[Any], Callable[..., Any] | None],
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None,
+        workspaces: Workspaces,
+    ) -> None:
+        super().__init__()
+        self.modules = modules
+        self.phase: Phase = "forward"
+        self.micro_batch = 0
+        self.ops: list[Op] = []
+        self.storages: list[_Live] = []
+        self._handler, self._run, self._workspaces = handler, run, workspaces
+        self._calls: dict[Any, Call] = {}
+        self._scratch: dict[int, tuple[tuple[str, int], ...]] = {}
+        self._live: dict[int, _StorageRef] = {}
+        self._composite: dict[Any, bool] = {}
+
+    # ------------------------------------------------------------------------------------------------------ storages
+    def storage_id(self, tensor: Tensor, meta: TensorMeta, born: int) -> int:
+        """The id of the tensor's storage, which is recorded as born at ``born`` if it was not known."""
+        if meta.layout != "strided":
+            tensor = tensor.values() if meta.layout in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc") else (
+                tensor._values())  # fmt: skip
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        known = self._live.get(address)
+        if known is not None:
+            return known.id
+        new = len(self.storages)
+        module, phase = ("", None) if born < 0 else (self.modules.current, self.phase)
+        self.storages.append(_Live(new, storage.nbytes(), born, module, phase, meta))
+        ref = _StorageRef(storage, self._died)
+        ref.id, ref.address = new, address
+        self._live[address] = ref
+        return new
+
+    def _died(self, ref: _StorageRef) -> None:
+        del self._live[ref.address]  # before the address can be used again
+        self.storages[ref.id].died = len(self.ops) - 1
+
+    def tag(self, tensor: Tensor, role: Role, name: str = "", module: str | None = None) -> None:
+        """Give the tensor's storage a role; the first role it gets stays."""
+        meta = describe(tensor)
+        live = self.storages[self.storage_id(tensor, meta, len(self.ops) - 1)]
+        if live.role is None:
+            live.role = role
+            live.name, live.dtype, live.shape = name, meta.dtype, meta.shape
+            if module is not None:
+                live.module = module
+
+    # ----------------------------------------------------------------------------------------------------- operators
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        composite = self._composite.get(func)
+        if composite is None:
+            composite = self._composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), "CompositeImplicitAutograd"
+            )
+        if composite:  # inference mode: autograd did not decompose it
+            handler = self._handler(func)
+            with self:
+                result = handler(*args, **kwargs) if handler else func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        now = len(self.ops)
+        phase, module = self.modules.locate(self.phase)
+        inputs: list[int] = []
+        outputs: list[int] = []
+        spec = self._spec(args, inputs, -1)
+        named = tuple([(k, self._spec((v,), inputs, -1)[0]) for k, v in kwargs.items()]) if kwargs else ()
+        self.modules.current, base_phase, self.phase = module, self.phase, phase
+        metas: list[TensorMeta] = []
+        self._outputs(result, metas, outputs, now)
+        self.phase = base_phase
+        key = (func, spec, named, tuple(metas))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = Call(str(func), spec, named, key[3])
+            self._scratch[id(call)] = self._workspaces(call)
+        self.ops.append(Op(call, module, phase, tuple(inputs), tuple(outputs), self.micro_batch))
+        if phase == "backward":
+            storages = self.storages
+            for i in inputs:
+                storages[i].read_in_backward = True
+        for name, nbytes in self._scratch[id(call)]:
+            self._add_workspace(name, nbytes, now, module, phase)
+
+    def _add_workspace(self, name: str, nbytes: int, now: int, module: str, phase: Phase) -> None:
+        live = _Live(len(self.storages), nbytes, now, module, phase, TensorMeta((nbytes,), (1,), "uint8"))
+        live.died, live.role, live.name = now, "temporary", f"workspace: {name}"
+        self.storages.append(live)
+
+    def _spec(self, values: Any, ids: list[int], born: int) -> tuple[Any, ...]:
+        """Arguments without torch types; the storages of tensors go to ``ids``."""
+        out: list[Any] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                meta = describe(value)
+                ids.append(self.storage_id(value, meta, born))
+                out.append(meta)
+            elif value is None or isinstance(value, bool | int | float | str):
+                out.append(value)
+            elif isinstance(value, list | tuple):
+                out.append(self._spec(value, ids, born))
+            elif isinstance(value, torch.dtype):
+                out.append(_DTYPES[value])
+            else:  # devices, layouts, memory formats, generators, complex numbers
+                out.append(str(value).removeprefix("torch."))
+        return tuple(out)
+
+    def _outputs(self, result: Any, metas: list[TensorMeta], ids: list[int], now: int) -> None:
+        if isinstance(result, Tensor):
+            meta = describe(result)
+            metas.append(meta)
+            ids.append(self.storage_id(result, meta, now))
+        elif isinstance(result, list | tuple):
+            for item in result:
+                self._outputs(item, metas, ids, now)
+
+    def finished(self, classify: Callable[[_Live], Role]) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
+        """The frozen records; ``classify`` gives a role to storages that have none."""
+        storages = tuple(
+            Storage(s.id, s.nbytes, s.role or classify(s), s.born, s.died, s.module, s.name, s.dtype, s.shape)
+            for s in self.storages
+        )
+        return tuple(self.ops), storages
