@@ -27,12 +27,12 @@ class CaptureOptions:
     gradients with FP32 master weights; ``as-is`` leaves the model as the Step declares it, and is what a mixed
     default becomes for a model whose parameters are not FP32.
     ``optimizer``: ``adamw`` is the target's default implementation (foreach on CUDA, a for-loop elsewhere);
-    ``as-is`` takes the Step's own.
+    ``as-is`` takes the Step's own, and AdamW where it has none.
     ``live``: run on real CPU tensors instead of meta tensors, with the same choices.
     """
 
     precision: str = "bf16-mixed"
-    optimizer: str = "adamw"
+    optimizer: str = "as-is"
     checkpoint: str = "none"
     attention: str = "auto"
     micro_batches: int = 1

@@ -33,6 +33,17 @@ def describe(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), (0,) * tensor.dim(), _DTYPES[tensor.dtype], layout, nnz)
 
 
+def _is_composite(func: Any) -> bool:
+    """Whether the operator is made of others everywhere; one with a kernel of its own stays whole."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
+
+
+#: What is no work of the device: profiler marks, and wrapping a Python number.
+_NOT_RECORDED = ("profiler.", "aten.lift_fresh.", "aten._local_scalar_dense.")
+
+
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     """A weak reference that knows which record it stands for."""
 
@@ -80,6 +91,8 @@ class Recorder(TorchDispatchMode):
         self._scratch: dict[int, tuple[tuple[str, int], ...]] = {}
         self._live: dict[int, _StorageRef] = {}
         self._composite: dict[Any, bool] = {}
+        self._ignored: dict[Any, bool] = {}
+        self._host: set[int] = set()
 
     # ------------------------------------------------------------------------------------------------------ storages
     def storage_id(self, tensor: Tensor, meta: TensorMeta, born: int) -> int:
@@ -114,6 +127,10 @@ class Recorder(TorchDispatchMode):
             if module is not None:
                 live.module = module
 
+    def mark_host(self, tensor: Tensor) -> None:
+        """The tensor lives in the host's memory on the target: neither it nor work on it alone is recorded."""
+        self._host.add(self.storage_id(tensor, describe(tensor), -1))
+
     # ----------------------------------------------------------------------------------------------------- operators
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,9 +138,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         composite = self._composite.get(func)
         if composite is None:
-            composite = self._composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(
-                func.name(), "CompositeImplicitAutograd"
-            )
+            composite = self._composite[func] = _is_composite(func)
         if composite:  # inference mode: autograd did not decompose it
             handler = self._handler(func)
             with self:
@@ -131,7 +146,11 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
-        self._record(func, args, kwargs, result)
+        ignored = self._ignored.get(func)
+        if ignored is None:
+            ignored = self._ignored[func] = str(func).startswith(_NOT_RECORDED)
+        if not ignored:
+            self._record(func, args, kwargs, result)
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -141,6 +160,9 @@ class Recorder(TorchDispatchMode):
         outputs: list[int] = []
         spec = self._spec(args, inputs, -1)
         named = tuple([(k, self._spec((v,), inputs, -1)[0]) for k, v in kwargs.items()]) if kwargs else ()
+        if self._host and inputs and inputs[0] in self._host:
+            self._host.update(inputs)
+            return
         self.modules.current, base_phase, self.phase = module, self.phase, phase
         metas: list[TensorMeta] = []
         self._outputs(result, metas, outputs, now)
@@ -195,5 +217,6 @@ class Recorder(TorchDispatchMode):
         storages = tuple(
             Storage(s.id, s.nbytes, s.role or classify(s), s.born, s.died, s.module, s.name, s.dtype, s.shape)
             for s in self.storages
+            if s.id not in self._host
         )
         return tuple(self.ops), storages

@@ -1,0 +1,364 @@
+"""Run one step under the recorder and hand over its Trace."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rooftile.capture.checkpointing import checkpoint_blocks
+from rooftile.capture.failures import capture_error
+from rooftile.capture.materialize import (
+    KV_CACHE_ARGUMENTS,
+    autocast_dtype,
+    compute_dtype,
+    copy_step,
+    resolve_precision,
+)
+from rooftile.capture.options import CaptureOptions
+from rooftile.capture.policy.autocast import emulated, load_policy
+from rooftile.capture.policy.corrections import run_as_device
+from rooftile.capture.policy.optimizers import build_optimizer, initialise_state
+from rooftile.capture.policy.overrides import DevicePolicy
+from rooftile.capture.policy.workspaces import workspaces_of
+from rooftile.capture.modules import ModuleTracker
+from rooftile.capture.recorder import Recorder
+from rooftile.capture.roles import classifier, output_tensors, tag_outputs
+from rooftile.capture.step import Step
+from rooftile.capture.trace import Trace
+from rooftile.errors import RooftileError, UsageError
+from rooftile.lowp.masters import MasterWeights
+
+if TYPE_CHECKING:
+    from rooftile.devices import Device
+
+__all__ = ["capture"]
+
+Progress = Callable[[str], None]
+
+#: GradScaler's first scale.
+_LOSS_SCALE = 65536.0
+
+
+def capture(step: Step, device: Device, options: CaptureOptions, progress: Progress | None = None) -> Trace:
+    """Run ``step`` once as ``device`` would and record it.
+
+    On meta tensors first, on fake CPU tensors where the model refuses meta, on real CPU tensors with ``options.live``.
+    The optimizer's state is initialised before the recorded step, as it is from the second step of a training on.
+
+    Raises
+    ------
+    UsageError
+        A step and options that contradict each other.
+    CaptureError
+        The model can't run without data; the sentence names the user's file and line.
+    """
+    say = progress or (lambda _: None)
+    if step.phase == "train" and step.loss is None and options.micro_batches < 1:
+        raise UsageError("a training step needs at least one micro-batch.")
+    if options.live:
+        modes: tuple[str, ...] = ("live",)
+    elif any(not t.is_meta for t in _held_tensors(step.loss)):
+        modes = ("fake",)  # real targets in the loss don't mix with meta tensors
+    else:
+        modes = ("meta", "fake")
+    for mode in modes:
+        try:
+            return _attempt(step, device, options, say, mode)
+        except RooftileError:
+            raise
+        except Exception as error:
+            if mode == modes[-1]:
+                raise capture_error(error) from error
+            say(f"meta tensors refused ({_first_line(error)}); again on fake CPU tensors")
+    raise AssertionError("unreachable")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+@contextlib.contextmanager
+def _tensors(mode: str) -> Iterator[str]:
+    """The device that tensors are put on; for ``fake`` with the fake mode active."""
+    if mode != "fake":
+        yield "cpu" if mode == "live" else "meta"
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield "cpu"
+
+
+def _attempt(step: Step, device: Device, options: CaptureOptions, say: Progress, mode: str) -> Trace:
+    notes: list[str] = []
+    precision, note = resolve_precision(step, options)
+    if note:
+        notes.append(note)
+    seconds: dict[str, float] = {}
+    clock = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        now = time.perf_counter()
+        seconds[name], clock = now - clock, now
+
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(_tensors(mode))
+        stack.enter_context(warnings.catch_warnings())
+        # Torch warns about tensors without data and about kernels replaced on purpose; neither is the user's doing.
+        warnings.simplefilter("ignore")
+        say(f"preparing {step.name or type(step.model).__name__} on {mode} tensors")
+        own = copy_step(step, precision, target)
+        own.model.train(own.model.training if own.phase == "train" else False)
+        if options.checkpoint == "blocks" and own.phase == "train":
+            notes.append(f"checkpointing every block of {checkpoint_blocks(own.model)!r}")
+        masters = precision.endswith("-master")
+        optimizer, optimizer_name = build_optimizer(own, options.optimizer, device.device_class, masters)
+        lap("prepare")
+        if optimizer is not None:
+            say("initialising the optimizer's state")
+            _initialise(optimizer, own.model)
+        lap("optimizer_state")
+        runner = _Runner(own, device, options, precision, optimizer, say)
+        ops, storages = runner.run()
+        lap("step")
+    settings = _settings(step, own, device, options, precision, optimizer_name, mode, runner)
+    settings["seconds"] = seconds
+    if mode == "fake":
+        notes.append("captured on fake CPU tensors: the model does not run on meta tensors")
+    return Trace(ops, storages, settings, tuple(notes))
+
+
+def _initialise(optimizer: torch.optim.Optimizer | MasterWeights, model: nn.Module) -> None:
+    try:
+        initialise_state(optimizer, model)
+    except TypeError as error:
+        raise UsageError(
+            f"the optimizer {type(optimizer).__name__} can't take a step by itself ({error}); "
+            "give one whose step() needs no closure, or --optimizer none."
+        ) from error
+
+
+class _Runner:
+    """One step: forward and backward for every micro-batch, then the optimizer."""
+
+    def __init__(
+        self, step: Step, device: Device, options: CaptureOptions, precision: str,
+        optimizer: torch.optim.Optimizer | MasterWeights | None, say: Progress,
+    ) -> None:  # fmt: skip
+        self.step, self.options, self.precision, self.optimizer, self.say = step, options, precision, optimizer, say
+        self.policy = DevicePolicy(device, options.attention)
+        self.autocast = autocast_dtype(precision)
+        self.autocast_policy = load_policy(device.device_class)
+        self.modules = ModuleTracker(step.model)
+        run = run_as_device(device.device_class)
+        self.recorder = Recorder(self.modules, self.policy.handler, run, workspaces_of(device))
+        self.forward_ended = 0
+
+    def run(self) -> tuple[Any, Any]:
+        """Record the step; the frozen ops and storages."""
+        recorder = self.recorder
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.policy.installed())
+            stack.enter_context(emulated(self.autocast_policy, lambda t: recorder.tag(t, "autocast_cache")))
+            stack.enter_context(self.modules.tracking())
+            self._tag_state()
+            with recorder:
+                if self.step.phase == "train":
+                    self._train()
+                else:
+                    self._infer()
+        classify = classifier(recorder, self.step.phase == "train")
+        return recorder.finished(classify)
+
+    # ----------------------------------------------------------------------------------------------------- the passes
+    def _call(self) -> Any:
+        inputs = self.step.inputs
+        return self.step.model(**inputs) if isinstance(inputs, dict) else self.step.model(*inputs)
+
+    def _region(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast)  # the emulated key: the target's lists, not the CPU's
+
+    def _infer(self) -> None:
+        self.say("forward")
+        with torch.no_grad(), self._region():
+            output = self._call()
+            tag_outputs(self.recorder, output, self.step.phase)
+
+    def _train(self) -> None:
+        recorder, count = self.recorder, self.options.micro_batches
+        for recorder.micro_batch in range(count):
+            which = f" {recorder.micro_batch + 1}/{count}" if count > 1 else ""
+            self.say(f"forward{which}")
+            recorder.phase = "forward"
+            with self._region():
+                output = self._call()
+                tag_outputs(recorder, output, "train")
+                loss = self._loss(output)
+            self.modules.outside = "loss"
+            scaled = loss * _LOSS_SCALE if self.precision == "fp16-mixed" else loss
+            if count > 1:
+                scaled = scaled / count
+            self.say(f"backward{which}")
+            recorder.phase = "backward"
+            scaled.backward()
+            recorder.phase = "forward"
+            self.modules.outside = ""
+            del output, loss, scaled  # held until here, as a training loop's variables hold them
+        self._tag_gradients()
+        if self.optimizer is not None:
+            self.say("optimizer")
+            recorder.phase, self.modules.outside = "optimizer", "optimizer"
+            if self.precision == "fp16-mixed":
+                self._unscale()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self, output: Any) -> Tensor:
+        if self.step.loss is not None:
+            self.modules.outside = "loss"
+            loss = self.step.loss(output)
+        else:
+            loss = getattr(output, "loss", None)
+            if loss is None and isinstance(output, dict):
+                loss = output.get("loss")
+            if loss is None:
+                loss = output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(
+                f"a training step needs a scalar loss, and got {found}; give Step(loss=callable(output) -> scalar), "
+                "or phase='prefill' for inference."
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                "the loss does not depend on any parameter that requires a gradient; unfreeze some, or audit with "
+                "phase='prefill'."
+            )
+        self.recorder.tag(loss, "logits_loss", "loss", "loss")
+        return loss
+
+    def _unscale(self) -> None:
+        """What GradScaler does before the step: one fused check-and-divide over all gradients of a dtype."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self.step.model.parameters():
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for grads in by_dtype.values():
+            found = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+            inverse = torch.full((), 1.0 / _LOSS_SCALE, dtype=torch.float32, device=grads[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+
+    # ---------------------------------------------------------------------------------------------------------- roles
+    def _tag_state(self) -> None:
+        tag, model = self.recorder.tag, self.step.model
+        for name, parameter in model.named_parameters():
+            tag(parameter, "parameter", name, name.rpartition(".")[0])
+        for name, buffer in model.named_buffers():
+            tag(buffer, "buffer", name, name.rpartition(".")[0])
+        names = {id(p): name for name, p in model.named_parameters()}
+        inner = self.optimizer
+        if isinstance(inner, MasterWeights):
+            for parameter, master in inner.pairs:
+                names[id(master)] = names[id(parameter)]
+                tag(master, "master_weight", names[id(parameter)], names[id(parameter)].rpartition(".")[0])
+            inner = inner.optimizer
+        if inner is not None:
+            # Torch keeps the step counters in host memory on CUDA unless the optimizer is fused or capturable.
+            on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
+            on_host = self.policy.device.device_class in ("cuda", "rocm") and not on_device
+            for parameter, state in inner.state.items():
+                owner = names.get(id(parameter), "")
+                for key, value in state.items():
+                    if key == "step" and isinstance(value, Tensor) and on_host:
+                        self.recorder.mark_host(value)
+                    elif isinstance(value, Tensor):
+                        tag(value, "optimizer_state", f"{owner}.{key}", owner.rpartition(".")[0])
+        self._tag_inputs()
+
+    def _tag_inputs(self) -> None:
+        inputs = self.step.inputs
+        named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+        for name, value in named:
+            role = "kv_cache" if name in KV_CACHE_ARGUMENTS else "input"
+            for tensor in output_tensors(value):
+                self.recorder.tag(tensor, role, str(name))  # type: ignore[arg-type]
+        # A loss that holds its targets in a closure or a functools.partial: inputs of the step as well.
+        for tensor in _held_tensors(self.step.loss):
+            self.recorder.tag(tensor, "input", "target", "loss")
+
+    def _tag_gradients(self) -> None:
+        for name, parameter in self.step.model.named_parameters():
+            if parameter.grad is not None:
+                self.recorder.tag(parameter.grad, "gradient", name, name.rpartition(".")[0])
+
+
+def _held_tensors(function: Any) -> list[Tensor]:
+    """Tensors that a loss callable carries: in a closure, a functools.partial, or an object's attributes."""
+    owner = getattr(function, "__self__", function)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    slots = [getattr(owner, name, None) for name in getattr(type(owner), "__slots__", ())]
+    held = [cells, getattr(function, "args", ()), getattr(function, "keywords", {}), slots]
+    held.append(list(getattr(owner, "__dict__", {}).values()))
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+
+
+def _settings(
+    step: Step, own: Step, device: Device, options: CaptureOptions, precision: str, optimizer: str, mode: str,
+    runner: _Runner,
+) -> dict[str, Any]:  # fmt: skip
+    parameters = list(own.model.parameters())
+    embedding = {
+        id(m.weight): m.weight.numel() for m in own.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+    }
+    policy = runner.autocast_policy
+    autocast = None
+    if runner.autocast is not None:
+        autocast = {
+            "policy": policy.name,
+            "dtype": str(runner.autocast).removeprefix("torch."),
+            "source": policy.source,
+            "release": policy.release,
+        }
+    return {
+        "target": step.name or type(step.model).__name__,
+        "phase": step.phase,
+        "batch": step.batch,
+        "seq": step.seq,
+        **options.as_dict(),
+        "precision": precision,
+        "optimizer": optimizer,
+        "compute_dtype": str(compute_dtype(precision, own.model)).removeprefix("torch."),
+        "device": device.name,
+        "device_class": device.device_class,
+        "mode": mode,
+        "params_count": sum(p.numel() for p in parameters),
+        "params_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "params_by_dtype": _by_dtype(parameters),
+        "embedding_params": sum(embedding.values()),
+        "config": dict(step.config),
+        "attention_decision": [
+            {"kernel": d.kernel, "materialized": d.materialized, "reason": d.reason, "count": n}
+            for d, n in runner.policy.decisions.items()
+        ],
+        "autocast": autocast,
+        "loss_scale": _LOSS_SCALE if precision == "fp16-mixed" and step.phase == "train" else None,
+        "torch": torch.__version__,
+    }
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for p in parameters:
+        name = str(p.dtype).removeprefix("torch.")
+        out[name] = out.get(name, 0) + p.numel()
+    return out
