@@ -23,7 +23,7 @@ _NEEDS_VALUE_TEXT = ("item() cannot be called on meta", "data-dependent", "Canno
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither torch's nor ours; code of other libraries only if there is none of the user's."""
+    """The innermost frame of the user's own code, or of another library's if there is none; never torch's or ours."""
     frames = [
         f
         for f in traceback.extract_tb(error.__traceback__)

@@ -7,12 +7,13 @@ code, and has tensors of its own.
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rooftile.capture.options import CaptureOptions
 from rooftile.capture.step import Step
@@ -68,7 +69,11 @@ def _converted(dtype: torch.dtype | None, like: Tensor) -> torch.dtype:
 def _new_tensor(like: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
     """A tensor with the same shape and strides; on "cpu" outside of a fake mode it has the same values."""
     target = _converted(dtype, like)
-    if device == "cpu" and not like.is_meta and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+    if (
+        device == "cpu"
+        and not like.is_meta
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    ):
         return like.detach().to(target, copy=True)
     if like.layout is not torch.strided:
         return like.detach().to(device=device, dtype=target)
@@ -93,14 +98,37 @@ def copy_step(step: Step, precision: str, device: str) -> Step:
         optimizer = step.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = copy.deepcopy(optimizer, memo)
+        for tensor in held_tensors(step.loss):
+            memo.setdefault(id(tensor), _new_tensor(tensor, dtype, device))
+        loss = _copy_callable(step.loss, memo)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise UsageError(
             f"the model can't be copied ({type(error).__name__}: {error}); a Step's model must support copy.deepcopy."
         ) from error
     inputs = _copy_inputs(step.inputs, precision, step.model, device)
-    return Step(
-        model, inputs, step.loss, optimizer, step.phase, step.name, step.batch, step.seq, step.config
-    )
+    return Step(model, inputs, loss, optimizer, step.phase, step.name, step.batch, step.seq, step.config)
+
+
+def held_tensors(function: Any) -> list[Tensor]:
+    """Tensors that a loss callable carries: in a closure, a functools.partial, or an object's attributes."""
+    owner = getattr(function, "__self__", function)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    slots = [getattr(owner, name, None) for name in getattr(type(owner), "__slots__", ())]
+    held = [cells, getattr(function, "args", ()), getattr(function, "keywords", {}), slots]
+    held.append(list(getattr(owner, "__dict__", {}).values()))
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
+
+
+def _copy_callable(function: Any, memo: dict[int, Any]) -> Any:
+    """The callable with its tensors (and the model, if it holds it) exchanged for those of the copy."""
+    if isinstance(function, types.FunctionType) and function.__closure__:
+        cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in function.__closure__)
+        new = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        new.__kwdefaults__ = function.__kwdefaults__
+        return new
+    return copy.deepcopy(function, memo)
 
 
 def _copy_inputs(inputs: Any, precision: str, model: nn.Module, device: str) -> Any:

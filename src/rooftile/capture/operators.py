@@ -155,16 +155,16 @@ def _tiled_attention_backward_cpu(
             shape = tuple(count if i == attn_bias.dim() - 2 and n > 1 else n for i, n in enumerate(attn_bias.shape))  # type: ignore[union-attr]
             part = dbias if dbias.shape[-2] == 1 else dbias[..., tile, :]
             part += full.sum_to_size(shape)
-        dq[:, :, tile] = torch.matmul(ds, k.to(acc).unsqueeze(2)).mul_(scale).reshape(batch, heads, count, -1).to(dq.dtype)
+        dq[:, :, tile] = (
+            torch.matmul(ds, k.to(acc).unsqueeze(2)).mul_(scale).reshape(batch, heads, count, -1).to(dq.dtype)
+        )
         dk += torch.matmul(ds.transpose(-1, -2), q[:, :, tile].to(acc).reshape(*grouped, count, -1)).mul_(scale).sum(2)
     grad_k, grad_v = _like_bhld(k).copy_(dk), _like_bhld(v).copy_(dv)
     return dq, grad_k, grad_v, dbias.to(attn_bias.dtype) if attn_bias is not None and dbias.numel() else dbias
 
 
 # ----------------------------------------------------------------------------------------------------------- RMS norm
-def _rms_norm_meta(
-    x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+def _rms_norm_meta(x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """``rstd`` is fp32 for 16-bit inputs, one number a row, as CUDA's fused kernel keeps it."""
     kept = x.dim() - len(normalized_shape)
     stat = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -177,9 +177,7 @@ def _rms_norm_backward_meta(
     return torch.empty_like(x), torch.empty_like(weight) if weight is not None else x.new_empty((0,))
 
 
-def _rms_norm_cpu(
-    x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+def _rms_norm_cpu(x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     out, rstd = _rms_norm_meta(x, normalized_shape, weight, eps)
     dims = tuple(range(-len(normalized_shape), 0))
     wide = x.to(rstd.dtype)

@@ -37,11 +37,13 @@ def _is_composite(func: Any) -> bool:
     """Whether the operator is made of others everywhere; one with a kernel of its own stays whole."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
+    if func.namespace == "prim":  # questions about a tensor (its device), not operators
+        return False
     return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
 
 
-#: What is no work of the device: profiler marks, and wrapping a Python number.
-_NOT_RECORDED = ("profiler.", "aten.lift_fresh.", "aten._local_scalar_dense.")
+#: What is no work of the device: profiler marks, questions about a tensor, and wrapping or reading a Python number.
+_NOT_RECORDED = ("profiler.", "prim.", "aten.lift_fresh.", "aten._local_scalar_dense.")
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -55,7 +57,19 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
 class _Live:
     """The mutable record of a storage while the step runs."""
 
-    __slots__ = ("born", "died", "dtype", "id", "module", "name", "nbytes", "phase", "read_in_backward", "role", "shape")
+    __slots__ = (
+        "born",
+        "died",
+        "dtype",
+        "id",
+        "module",
+        "name",
+        "nbytes",
+        "phase",
+        "read_in_backward",
+        "role",
+        "shape",
+    )
 
     def __init__(self, id: int, nbytes: int, born: int, module: str, phase: Phase | None, meta: TensorMeta) -> None:
         self.id, self.nbytes, self.born, self.module, self.phase = id, nbytes, born, module, phase
@@ -72,6 +86,11 @@ class Recorder(TorchDispatchMode):
     ``handler(op)`` gives what stands in for a composite operator under inference mode; ``post(op, outputs)`` lets the
     device policy correct an operator's outputs; ``workspaces(call)`` names a kernel's scratch memory.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside a capture; the guard would import the compiler and cost time at every op."""
+        return False
 
     def __init__(
         self,
@@ -199,7 +218,9 @@ class Recorder(TorchDispatchMode):
                 out.append(self._spec(value, ids, born))
             elif isinstance(value, torch.dtype):
                 out.append(_DTYPES[value])
-            else:  # devices, layouts, memory formats, generators, complex numbers
+            elif isinstance(value, torch.device):
+                out.append("device")  # meta, fake CPU or CPU: all stand for the target
+            else:  # layouts, memory formats, generators, complex numbers
                 out.append(str(value).removeprefix("torch."))
         return tuple(out)
 
@@ -213,10 +234,17 @@ class Recorder(TorchDispatchMode):
                 self._outputs(item, metas, ids, now)
 
     def finished(self, classify: Callable[[_Live], Role]) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
-        """The frozen records; ``classify`` gives a role to storages that have none."""
+        """The frozen records, storages numbered from 0; ``classify`` gives a role to those that have none."""
+        kept = [s for s in self.storages if s.id not in self._host]
+        number = {s.id: new for new, s in enumerate(kept)}
         storages = tuple(
-            Storage(s.id, s.nbytes, s.role or classify(s), s.born, s.died, s.module, s.name, s.dtype, s.shape)
-            for s in self.storages
-            if s.id not in self._host
+            Storage(new, s.nbytes, s.role or classify(s), s.born, s.died, s.module, s.name, s.dtype, s.shape)
+            for new, s in enumerate(kept)
         )
-        return tuple(self.ops), storages
+        ops = tuple(
+            op._replace(
+                inputs=tuple([number.get(i, -1) for i in op.inputs]), outputs=tuple([number[i] for i in op.outputs])
+            )
+            for op in self.ops
+        ) if self._host else tuple(self.ops)  # fmt: skip
+        return ops, storages

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from rooftile.capture.checkpointing import checkpoint_blocks
 from rooftile.capture.failures import capture_error
@@ -19,15 +18,16 @@ from rooftile.capture.materialize import (
     autocast_dtype,
     compute_dtype,
     copy_step,
+    held_tensors,
     resolve_precision,
 )
+from rooftile.capture.modules import ModuleTracker
 from rooftile.capture.options import CaptureOptions
 from rooftile.capture.policy.autocast import emulated, load_policy
 from rooftile.capture.policy.corrections import run_as_device
 from rooftile.capture.policy.optimizers import build_optimizer, initialise_state
 from rooftile.capture.policy.overrides import DevicePolicy
 from rooftile.capture.policy.workspaces import workspaces_of
-from rooftile.capture.modules import ModuleTracker
 from rooftile.capture.recorder import Recorder
 from rooftile.capture.roles import classifier, output_tensors, tag_outputs
 from rooftile.capture.step import Step
@@ -64,8 +64,6 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
         raise UsageError("a training step needs at least one micro-batch.")
     if options.live:
         modes: tuple[str, ...] = ("live",)
-    elif any(not t.is_meta for t in _held_tensors(step.loss)):
-        modes = ("fake",)  # real targets in the loss don't mix with meta tensors
     else:
         modes = ("meta", "fake")
     for mode in modes:
@@ -224,15 +222,12 @@ class _Runner:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _loss(self, output: Any) -> Tensor:
+        loss: Any
         if self.step.loss is not None:
             self.modules.outside = "loss"
             loss = self.step.loss(output)
         else:
-            loss = getattr(output, "loss", None)
-            if loss is None and isinstance(output, dict):
-                loss = output.get("loss")
-            if loss is None:
-                loss = output
+            loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(
@@ -268,9 +263,9 @@ class _Runner:
         names = {id(p): name for name, p in model.named_parameters()}
         inner = self.optimizer
         if isinstance(inner, MasterWeights):
-            for parameter, master in inner.pairs:
-                names[id(master)] = names[id(parameter)]
-                tag(master, "master_weight", names[id(parameter)], names[id(parameter)].rpartition(".")[0])
+            for own, master in inner.pairs:
+                name = names[id(master)] = names[id(own)]
+                tag(master, "master_weight", name, name.rpartition(".")[0])
             inner = inner.optimizer
         if inner is not None:
             # Torch keeps the step counters in host memory on CUDA unless the optimizer is fused or capturable.
@@ -293,23 +288,13 @@ class _Runner:
             for tensor in output_tensors(value):
                 self.recorder.tag(tensor, role, str(name))  # type: ignore[arg-type]
         # A loss that holds its targets in a closure or a functools.partial: inputs of the step as well.
-        for tensor in _held_tensors(self.step.loss):
+        for tensor in held_tensors(self.step.loss):
             self.recorder.tag(tensor, "input", "target", "loss")
 
     def _tag_gradients(self) -> None:
         for name, parameter in self.step.model.named_parameters():
             if parameter.grad is not None:
                 self.recorder.tag(parameter.grad, "gradient", name, name.rpartition(".")[0])
-
-
-def _held_tensors(function: Any) -> list[Tensor]:
-    """Tensors that a loss callable carries: in a closure, a functools.partial, or an object's attributes."""
-    owner = getattr(function, "__self__", function)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    slots = [getattr(owner, name, None) for name in getattr(type(owner), "__slots__", ())]
-    held = [cells, getattr(function, "args", ()), getattr(function, "keywords", {}), slots]
-    held.append(list(getattr(owner, "__dict__", {}).values()))
-    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
 
 
 def _settings(

@@ -54,14 +54,12 @@ def load_target(target: str, *, batch: int | None = None, seq: int | None = None
         )
     if phase is not None and step.phase != phase:
         step = dataclasses.replace(step, phase=phase)
-    return dataclasses.replace(
-        step, name=step.name or target, batch=step.batch or batch, seq=step.seq or seq
-    )
+    return dataclasses.replace(step, name=step.name or target, batch=step.batch or batch, seq=step.seq or seq)
 
 
 def zoo_step(name: str, *, batch: int = 1, seq: int | None = None, phase: str = "train", device: str = "meta") -> Step:
     """The zoo's step as a Step."""
-    built = zoo.build(name, batch=batch, seq=seq, phase=phase, device=device)  # type: ignore[arg-type]
+    built = zoo.build(name, batch=batch, seq=seq, phase=phase, device=device)
     config = dataclasses.asdict(built.config)
     return Step(built.model, built.inputs, built.loss, None, built.phase, name, built.batch, built.seq, config)
 
@@ -139,7 +137,9 @@ def _accepted(function: Callable[..., Any], target: str, asked: dict[str, Any]) 
         and n not in taken
     ]  # fmt: skip
     if missing:
-        raise UsageError(f"{target} needs the argument {missing[0]!r}; a target is called with batch, seq and phase only.")
+        raise UsageError(
+            f"{target} needs the argument {missing[0]!r}; a target is called with batch, seq and phase only."
+        )
     return taken
 
 
@@ -149,7 +149,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             return function(**arguments)
     except RooftileError:
         raise
-    except Exception:  # noqa: BLE001 - whatever it was, the second call tells the user
+    except Exception:
         pass
     try:
         return function(**arguments)

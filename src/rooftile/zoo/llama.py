@@ -68,7 +68,7 @@ class Attention(nn.Module):
             k, v = store(cache, k, v)
         causal = q.shape[2] == k.shape[2]  # one new token sees the whole cache
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-        return self.wo(y.transpose(1, 2).reshape(B, S, H * D))  # type: ignore[no-any-return]
+        return self.wo(y.transpose(1, 2).reshape(B, S, H * D))
 
 
 class FeedForward(nn.Module):
@@ -82,7 +82,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, C) -> (B, S, C)."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
@@ -98,7 +98,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         """(B, S, C) -> (B, S, C)."""
         x = x + self.attention(self.attention_norm(x), cos, sin, cache)
-        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
@@ -140,5 +140,5 @@ class Llama(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin) if kv_cache is None else block(x, cos, sin, kv_cache[i])
         if kv_cache is None:
-            return self.output(self.norm(x))  # type: ignore[no-any-return]
+            return self.output(self.norm(x))
         return self.output(self.norm(x[:, -1:])), kv_cache

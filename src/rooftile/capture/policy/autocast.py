@@ -1,9 +1,10 @@
 """The target device's autocast policy, applied to meta, fake and real CPU tensors.
 
-Meta tensors never autocast, and CPU tensors autocast by the CPU's own lists. So for the length of a capture the kernels
-at the ``AutocastCPU`` dispatch key are replaced by Python ones that follow the *target's* lists (``autocast.toml``), and
-that key is included for every tensor. ``torch.autocast("cpu")`` then switches them on and off, nested contexts and
-recomputation under checkpointing included, and ``torch.autocast("cuda")`` in the user's code is sent there too.
+Meta tensors never autocast, and CPU tensors autocast by the CPU's own lists. So for the length of a capture the
+kernels at the ``AutocastCPU`` dispatch key are replaced by Python ones that follow the *target's* lists
+(``autocast.toml``), and that key is included for every tensor. ``torch.autocast("cpu")`` then switches them on and off,
+nested contexts and recomputation under checkpointing included, and ``torch.autocast("cuda")`` in the user's code is
+sent there too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class AutocastPolicy:
     name: str
     release: str
     source: str
-    rules: dict[str, str]  # operator name -> lower_precision | fp32 | fp32_set_dtype | fp32_append_dtype | promote | ...
+    rules: dict[
+        str, str
+    ]  # operator name -> lower_precision | fp32 | fp32_set_dtype | fp32_append_dtype | promote | ...
 
 
 @functools.cache

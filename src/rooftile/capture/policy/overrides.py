@@ -51,7 +51,7 @@ class _TiledAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         q, k, v, bias, out, lse, rng_state = ctx.saved_tensors
         wants_bias = bias is not None and ctx.needs_input_grad[3]
         dq, dk, dv, dbias = torch.ops.rooftile.tiled_attention_backward(
@@ -71,7 +71,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         x, rstd, weight = ctx.saved_tensors
         dx, dw = torch.ops.rooftile.rms_norm_backward(grad_out, x, rstd, weight, ctx.shape)
         return dx, None, None if weight is None else dw, None

@@ -1,8 +1,8 @@
 """Scratch memory that a device's kernel takes while it runs, by name; everything not listed here is unknown, not zero.
 
-From torch 2.13's sources (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``): the backward
-pass of flash attention accumulates dQ in fp32, keeps one fp32 number a row, and writes dK and dV once per *query* head
-before it sums them over a group.
+From torch 2.13's sources (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``): the
+backward pass of flash attention accumulates dQ in fp32, keeps one fp32 number a row, and writes dK and dV once per
+*query* head before it sums them over a group.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def _flash(call: Call) -> tuple[tuple[str, int], ...]:
     ]
     if heads != k.shape[1]:
         per_key = batch * k.shape[2] * heads
-        spaces.append(
-            ("attention backward, dK and dV per query head", per_key * (dim + v.shape[3]) * k.itemsize)
-        )
+        spaces.append(("attention backward, dK and dV per query head", per_key * (dim + v.shape[3]) * k.itemsize))
     return tuple(spaces)
 
 
