@@ -13,7 +13,8 @@ __all__: list[str] = []
 @formula(
     *aten(
         "view _unsafe_view _reshape_alias reshape_as view_as expand expand_as t transpose permute swapaxes swapdims "
-        "movedim adjoint numpy_T mT slice select narrow split split_with_sizes chunk unbind unsqueeze squeeze flatten "
+        "movedim adjoint numpy_T mT slice select narrow split split_with_sizes unsafe_split unsafe_split_with_sizes"
+        " chunk unbind unsqueeze squeeze flatten "
         "unflatten as_strided diagonal unfold detach alias lift_fresh view_as_real view_as_complex real imag _conj "
         "_neg_view resolve_conj resolve_neg values indices crow_indices col_indices ccol_indices row_indices _values "
         "_indices _coalesced_ broadcast_to requires_grad_ positive tensor_split hsplit vsplit dsplit _nested_view_from_buffer "
@@ -133,6 +134,8 @@ def scatter_slice(call: Call) -> Cost:
         "_assert_tensor_metadata record_stream _use_cudnn_ctc_loss _cudnn_init_dropout_state"
     ),
     "prim.device",
+    "profiler._record_function_enter_new",
+    "profiler._record_function_exit",
     zero_reason="host",
 )
 def host(call: Call) -> Cost:  # noqa: ARG001
