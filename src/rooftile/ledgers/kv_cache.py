@@ -112,10 +112,11 @@ def _first_calls(ops: Sequence[Op]) -> Iterator[Op]:
     seen: set[str] = set()
     for op in ops:
         name = operator_name(op.call.operator)
-        if op.phase == "forward" and "attention" in name and "backward" not in name:
-            if op.module not in seen and len(op.call.inputs) >= 3 and len(op.call.inputs[1].shape) == 4:
-                seen.add(op.module)
-                yield op
+        if op.phase != "forward" or "attention" not in name or "backward" in name or op.module in seen:
+            continue
+        if len(op.call.inputs) >= 3 and len(op.call.inputs[1].shape) == 4:
+            seen.add(op.module)
+            yield op
 
 
 def _is_causal(op: Op, trace: Trace) -> bool:

@@ -178,8 +178,11 @@ def _autocast(trace: Trace) -> Slot:
 def _loss_scale(trace: Trace) -> Slot:
     if trace.settings.get("phase") != "train":
         return Slot("none (no backward pass)", "observed")
+    first = trace.settings.get("loss_scale")
+    if first:
+        return Slot(f"dynamic, {first:g} at first, unscaled before the update", "assumed")
     if any(_is_unscale(op) for op in trace.ops):
-        return Slot("a GradScaler's, unscaled before the update", "observed")
+        return Slot("dynamic, unscaled before the update", "observed")
     return Slot("none", "observed")
 
 
