@@ -1,0 +1,197 @@
+"""KV cache: the bytes that generation must keep per token, read off the attention that ran.
+
+``2 L h_kv d_h`` elements a token: K and V of every layer with the heads that exist, not the query heads that share
+them. A K that was expanded and copied to more heads before the attention counts the fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rooftile.capture.trace import ITEMSIZE, Op, TensorMeta, Trace
+from rooftile.ledgers.materialized import MaterializedAttention, operator_name
+
+__all__ = ["KV_DTYPES", "KvCacheLedger", "kv_cache"]
+
+#: What ``--kv-dtype`` takes, and the storage dtype that each name means.
+KV_DTYPES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "int8": "int8",
+}
+
+_COPIES = frozenset({"clone", "copy", "copy_", "_to_copy", "contiguous", "repeat"})
+#: Operators whose result has the elements of their first input, moved or scaled: a K stays the same K through them.
+_CARRIERS = frozenset({"mul", "div", "_unsafe_view", "view", "transpose", "alias", "detach"}) | _COPIES
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheLedger:
+    """Bytes of the cache. Every figure is None where ``reason`` says why the model has none.
+
+    ``bytes_per_token`` is for one token of one sequence, all layers; ``total_bytes`` for ``batch`` sequences of
+    ``tokens`` tokens. ``heads`` and ``head_dim`` are None where the layers differ.
+    """
+
+    bytes_per_token: int | None
+    total_bytes: int | None
+    layers: int
+    heads: int | None
+    head_dim: int | None
+    batch: int | None
+    tokens: int | None
+    dtype: str | None
+    evidence: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Elements of K and of V that one token adds in one layer."""
+
+    batch: int
+    tokens: int
+    heads: int
+    head_dim: int
+    elements: int
+    dtype: str
+
+
+def kv_cache(
+    trace: Trace, attention: Sequence[MaterializedAttention] = (), kv_dtype: str | None = None
+) -> KvCacheLedger:
+    """The KV cache of the model in this trace. ``kv_dtype`` is a name of :data:`KV_DTYPES`, None: as computed."""
+    seen, layers, assumed = 0, [], False
+    producers = _copies_that_stretch(trace.ops)
+    for op in _first_calls(trace.ops):
+        seen += 1
+        if _is_causal(op, trace):
+            layers.append(_tiled_layer(op, producers))
+    for found in attention:
+        seen += 1
+        if found.row_mask or trace.settings.get("phase") == "decode":
+            layer = _materialized_layer(found, producers, trace.settings.get("batch"))
+            if layer is not None:
+                layers.append(layer)
+                assumed = True
+    if not layers:
+        return _none("no attention was observed" if not seen else "no causal attention: nothing is generated from it")
+    return _ledger(layers, kv_dtype, assumed)
+
+
+def _ledger(layers: list[_Layer], kv_dtype: str | None, assumed: bool) -> KvCacheLedger:
+    dtypes = {layer.dtype for layer in layers}
+    dtype = KV_DTYPES[kv_dtype] if kv_dtype else max(dtypes, key=lambda d: ITEMSIZE[d])
+    per_token = sum(layer.elements for layer in layers) * ITEMSIZE[dtype]
+    heads, dims = {layer.heads for layer in layers}, {layer.head_dim for layer in layers}
+    batch, tokens = max(layer.batch for layer in layers), max(layer.tokens for layer in layers)
+    return KvCacheLedger(
+        bytes_per_token=per_token,
+        total_bytes=per_token * batch * tokens,
+        layers=len(layers),
+        heads=heads.pop() if len(heads) == 1 else None,
+        head_dim=dims.pop() if len(dims) == 1 else None,
+        batch=batch,
+        tokens=tokens,
+        dtype=dtype,
+        # That a written-out mask which differs by row is causal is read from its shape alone.
+        evidence="assumed" if assumed else "derived",
+        reason="",
+    )
+
+
+def _none(reason: str) -> KvCacheLedger:
+    return KvCacheLedger(None, None, 0, None, None, None, None, None, "observed", reason)
+
+
+def _first_calls(ops: Sequence[Op]) -> Iterator[Op]:
+    """The first attention call of every module: later micro-batches and recomputation see the same cache."""
+    seen: set[str] = set()
+    for op in ops:
+        name = operator_name(op.call.operator)
+        if op.phase != "forward" or "attention" not in name or "backward" in name or op.module in seen:
+            continue
+        if len(op.call.inputs) >= 3 and len(op.call.inputs[1].shape) == 4:
+            seen.add(op.module)
+            yield op
+
+
+def _is_causal(op: Op, trace: Trace) -> bool:
+    """Declared to the operator, or a decode step (one query row against a cache), or a mask with a row per query."""
+    if trace.settings.get("phase") == "decode":
+        return True
+    name = operator_name(op.call.operator)
+    causal_at = 5 if name == "tiled_attention" else 4
+    if bool(op.call.argument(causal_at, "is_causal", False)):
+        return True
+    bias = op.call.argument(3, "attn_bias")
+    return isinstance(bias, TensorMeta) and bias.shape[-2] > 1 and bias.stride[-2] != 0
+
+
+def _tiled_layer(op: Op, producers: dict[int, TensorMeta]) -> _Layer:
+    k, v = op.call.inputs[1:3]  # (B, Hkv, L, D)
+    k_heads = _heads(k, producers.get(op.inputs[1]))
+    v_heads = _heads(v, producers.get(op.inputs[2]))
+    return _Layer(
+        batch=k.shape[0],
+        tokens=k.shape[2],
+        heads=k_heads,
+        head_dim=k.shape[3],
+        elements=k_heads * k.shape[3] + v_heads * v.shape[3],
+        dtype=k.dtype,
+    )
+
+
+def _materialized_layer(
+    found: MaterializedAttention, producers: dict[int, TensorMeta], batch: int | None
+) -> _Layer | None:
+    """K is (B*H, D, L), V is (B*H, L, Dv); None where the captured batch doesn't divide their first dimension."""
+    folded = found.k.shape[0] if len(found.k.shape) == 3 else 1
+    if not batch or folded % batch:
+        return None
+    heads = folded // batch
+    k_heads = heads // _stretch(producers.get(found.k_storage))
+    v_heads = heads // _stretch(producers.get(found.v_storage))
+    head_dim, value_dim = found.k.shape[-2], found.v.shape[-1]
+    return _Layer(batch, found.columns, k_heads, head_dim, k_heads * head_dim + v_heads * value_dim, found.k.dtype)
+
+
+def _heads(meta: TensorMeta, stretched: TensorMeta | None) -> int:
+    """Heads of a (B, H, L, D) operand that are distinct: neither expanded here nor in the copy that made it."""
+    if meta.stride[1] == 0:
+        return 1
+    return meta.shape[1] // _stretch(stretched)
+
+
+def _stretch(source: TensorMeta | None) -> int:
+    """How many times the copied input repeats each head; the batch dimension is not a head."""
+    if source is None:
+        return 1
+    repeats = 1
+    for size, step in zip(source.shape[1:], source.stride[1:], strict=True):
+        if step == 0:
+            repeats *= size
+    return repeats
+
+
+def _copies_that_stretch(ops: Sequence[Op]) -> dict[int, TensorMeta]:
+    """Storages filled by copying an expanded input (or by carrying such a copy on), with that input."""
+    found: dict[int, TensorMeta] = {}
+    for op in ops:
+        if op.phase != "forward" or not op.inputs or not op.outputs:
+            continue
+        name = operator_name(op.call.operator)
+        if name not in _CARRIERS:
+            continue
+        source = op.call.inputs[1] if name == "copy_" and len(op.inputs) > 1 else op.call.inputs[0]
+        origin = op.inputs[1] if name == "copy_" and len(op.inputs) > 1 else op.inputs[0]
+        if name in _COPIES and any(
+            step == 0 and size > 1 for size, step in zip(source.shape[1:], source.stride[1:], strict=True)
+        ):
+            found[op.outputs[0]] = source
+        elif origin in found and op.outputs[0] != origin and source.numel == op.call.outputs[0].numel:
+            found[op.outputs[0]] = found[origin]
+    return found

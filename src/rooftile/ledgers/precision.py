@@ -1,0 +1,200 @@
+"""Precision: the numerical contract of a step, role by role and operator family by family.
+
+Every slot has a value and an evidence word (``declared, observed, derived, assumed``); ``unknown`` is a legal value and
+has no evidence. What a kernel does inside is never observed here: it is derived from the device's table or assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rooftile.capture.trace import ROLES, Op, TensorMeta, Trace
+from rooftile.costs.record import Cost
+from rooftile.ledgers.materialized import operator_name
+
+__all__ = ["FamilyContract", "PrecisionLedger", "RolePrecision", "Slot", "precision"]
+
+#: Significant bits, the leading one included: the product of two such numbers has at most twice as many.
+_SIGNIFICAND = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
+_MATRIX = frozenset({"matmul", "attention", "convolution"})
+#: Families that move or make numbers and compute none.
+_NO_ARITHMETIC = frozenset({"view", "copy", "creation", "embedding", "indexing", "communication"})
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A value (dtype names, or words) and how it is known; ``evidence`` is empty where the value is unknown."""
+
+    value: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return self.value if not self.evidence else f"{self.value} ({self.evidence})"
+
+
+UNKNOWN = Slot("unknown", "")
+
+
+@dataclass(frozen=True, slots=True)
+class RolePrecision:
+    """One role: the bytes of every dtype over the step's storages of that role, each storage once."""
+
+    role: str
+    dtypes: dict[str, int]
+    bytes: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyContract:
+    """The four slots of one operator family."""
+
+    family: str
+    storage: Slot
+    product: Slot
+    accumulate: Slot
+    output: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionLedger:
+    """The contract of the step. ``policy`` is the ``--precision`` word it was captured under."""
+
+    policy: str
+    roles: tuple[RolePrecision, ...]
+    families: tuple[FamilyContract, ...]
+    autocast: Slot
+    loss_scale: Slot
+    gradient_accumulation: Slot
+    communication: Slot
+
+
+def precision(
+    trace: Trace,
+    costs: Sequence[Cost | None],
+    accumulate: dict[str, str] | None = None,
+    device_class: str = "",
+) -> PrecisionLedger:
+    """The precision ledger of a trace.
+
+    ``accumulate`` maps the input dtype of a matrix product to the accumulator of the device's matrix units, as the
+    device's table has it; ``device_class`` is ``cuda`` where the vector kernels are CUDA's.
+    """
+    return PrecisionLedger(
+        policy=str(trace.settings.get("precision", "unknown")),
+        roles=_roles(trace),
+        families=_families(trace, costs, accumulate or {}, device_class),
+        autocast=_autocast(trace),
+        loss_scale=_loss_scale(trace),
+        gradient_accumulation=_gradient_accumulation(trace),
+        communication=Slot("none (one rank)", "observed"),
+    )
+
+
+def _roles(trace: Trace) -> tuple[RolePrecision, ...]:
+    totals: dict[str, dict[str, int]] = {}
+    for s in trace.storages:
+        dtypes = totals.setdefault(s.role, {})
+        dtypes[s.dtype or "unknown"] = dtypes.get(s.dtype or "unknown", 0) + s.nbytes
+    return tuple(
+        RolePrecision(
+            role,
+            dict(sorted(totals[role].items(), key=lambda item: -item[1])),
+            sum(totals[role].values()),
+            "observed",
+        )
+        for role in ROLES
+        if role in totals
+    )
+
+
+def _families(
+    trace: Trace, costs: Sequence[Cost | None], accumulate: dict[str, str], device_class: str
+) -> tuple[FamilyContract, ...]:
+    operands: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
+    seen: set[int] = set()  # equal layers share their Calls: look at each once
+    for op, cost in zip(trace.ops, costs, strict=True):
+        if cost is None or cost.family in _NO_ARITHMETIC or id(op.call) in seen:
+            continue
+        seen.add(id(op.call))
+        operands.setdefault(cost.family, set()).update(_floating(op.call.inputs))
+        results.setdefault(cost.family, set()).update(_floating(op.call.outputs))
+    return tuple(
+        _contract(family, operands[family], results[family], accumulate, device_class)
+        for family in operands
+        if operands[family]
+    )
+
+
+def _contract(
+    family: str, operands: set[str], results: set[str], accumulate: dict[str, str], device_class: str
+) -> FamilyContract:
+    storage = Slot(_names(operands), "observed")
+    output = Slot(_names(results), "observed") if results else UNKNOWN
+    if family in _MATRIX:
+        return FamilyContract(
+            family, storage, _product(operands, accumulate), _accumulator(operands, accumulate), output
+        )
+    if device_class == "cuda" and operands <= {"float16", "bfloat16", "float32"}:
+        # CUDA's vector kernels load 16-bit numbers, compute and reduce in fp32 and round once at the store.
+        inside = Slot("float32", "assumed")
+        return FamilyContract(family, storage, inside, inside, output)
+    return FamilyContract(family, storage, UNKNOWN, UNKNOWN, output)
+
+
+def _accumulator(operands: set[str], accumulate: dict[str, str]) -> Slot:
+    """From the device's table, keyed by the inputs' dtype; unknown as soon as one of them isn't there."""
+    if not operands or any(dtype not in accumulate for dtype in operands):
+        return UNKNOWN
+    return Slot(_names({accumulate[dtype] for dtype in operands}), "derived")
+
+
+def _product(operands: set[str], accumulate: dict[str, str]) -> Slot:
+    """Exact where twice the significand of the operands fits the accumulator's."""
+    if any(dtype not in accumulate or dtype not in _SIGNIFICAND for dtype in operands):
+        return UNKNOWN
+    if all(2 * _SIGNIFICAND[dtype] <= _SIGNIFICAND.get(accumulate[dtype], 0) for dtype in operands):
+        return Slot("exact", "derived")
+    return Slot(_names({accumulate[dtype] for dtype in operands}), "derived")
+
+
+def _floating(metas: Sequence[TensorMeta]) -> set[str]:
+    return {m.dtype for m in metas if "float" in m.dtype or "complex" in m.dtype}
+
+
+def _names(dtypes: set[str]) -> str:
+    return ", ".join(sorted(dtypes))
+
+
+def _autocast(trace: Trace) -> Slot:
+    policy = trace.settings.get("autocast")
+    if not policy:
+        return Slot("none", "observed")
+    return Slot(f"{policy['policy']} to {policy['dtype']}, from {policy['source']}", "derived")
+
+
+def _loss_scale(trace: Trace) -> Slot:
+    if trace.settings.get("phase") != "train":
+        return Slot("none (no backward pass)", "observed")
+    first = trace.settings.get("loss_scale")
+    if first:
+        return Slot(f"dynamic, {first:g} at first, unscaled before the update", "assumed")
+    if any(_is_unscale(op) for op in trace.ops):
+        return Slot("dynamic, unscaled before the update", "observed")
+    return Slot("none", "observed")
+
+
+def _is_unscale(op: Op) -> bool:
+    return operator_name(op.call.operator).startswith("_amp_foreach_non_finite_check")
+
+
+def _gradient_accumulation(trace: Trace) -> Slot:
+    dtypes = {s.dtype for s in trace.storages if s.role == "gradient" and s.dtype}
+    if not dtypes:
+        return Slot("none (no gradients)", "observed")
+    micro_batches = int(trace.settings.get("micro_batches", 1))
+    if micro_batches == 1:
+        return Slot(f"none (1 micro-batch; gradients are {_names(dtypes)})", "observed")
+    return Slot(f"{_names(dtypes)}, in place over {micro_batches} micro-batches", "observed")
