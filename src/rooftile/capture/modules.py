@@ -29,7 +29,7 @@ class ModuleTracker:
         self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
         self._stack: list[str] = []
         self._by_sequence: dict[int, str] = {}
-        self._next_sequence = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+        self._next_sequence = torch._C._autograd._get_sequence_nr
         self._node = torch._C._current_autograd_node
         self.outside = ""  # what operators outside of every module are filed under
         self.current = ""

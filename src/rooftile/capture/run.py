@@ -271,8 +271,8 @@ class _Runner:
             # Torch keeps the step counters in host memory on CUDA unless the optimizer is fused or capturable.
             on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
             on_host = self.policy.device.device_class in ("cuda", "rocm") and not on_device
-            for parameter, state in inner.state.items():
-                owner = names.get(id(parameter), "")
+            for owned, state in inner.state.items():
+                owner = names.get(id(owned), "")
                 for key, value in state.items():
                     if key == "step" and isinstance(value, Tensor) and on_host:
                         self.recorder.mark_host(value)

@@ -17,13 +17,15 @@ import torch
 
 from rooftile import zoo
 from rooftile.capture.failures import capture_error, user_frame
-from rooftile.capture.step import STEP_PHASES, Step
+from rooftile.capture.step import STEP_PHASES, Step, StepPhase
 from rooftile.errors import CaptureError, RooftileError, UsageError
 
 __all__ = ["load_target", "zoo_step"]
 
 
-def load_target(target: str, *, batch: int | None = None, seq: int | None = None, phase: str | None = None) -> Step:
+def load_target(
+    target: str, *, batch: int | None = None, seq: int | None = None, phase: StepPhase | None = None
+) -> Step:
     """The Step that ``target`` names.
 
     ``batch``, ``seq`` and ``phase`` are handed to a function that has parameters of these names; a function that has
@@ -57,7 +59,9 @@ def load_target(target: str, *, batch: int | None = None, seq: int | None = None
     return dataclasses.replace(step, name=step.name or target, batch=step.batch or batch, seq=step.seq or seq)
 
 
-def zoo_step(name: str, *, batch: int = 1, seq: int | None = None, phase: str = "train", device: str = "meta") -> Step:
+def zoo_step(
+    name: str, *, batch: int = 1, seq: int | None = None, phase: StepPhase = "train", device: str = "meta"
+) -> Step:
     """The zoo's step as a Step."""
     built = zoo.build(name, batch=batch, seq=seq, phase=phase, device=device)
     config = dataclasses.asdict(built.config)
@@ -74,7 +78,7 @@ def _find_function(module_name: str, function_name: str) -> Callable[..., Any]:
         raise UsageError(f"{module_name} has no function {function_name!r}; {hint}")
     if not callable(function):
         raise UsageError(f"{function_name!r} in {module_name} is a {type(function).__name__}, not a function.")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _load_file(path: Path) -> Any:

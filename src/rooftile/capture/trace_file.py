@@ -82,5 +82,5 @@ def load_trace(path: str | Path) -> Trace:
         Op(calls[call], module, phase, tuple(inputs), tuple(outputs), micro_batch)
         for call, module, phase, inputs, outputs, micro_batch in document["ops"]
     )
-    storages = tuple(Storage(*fields[:-1], shape=tuple(fields[-1])) for fields in document["storages"])
+    storages = tuple(Storage._make([*fields[:-1], tuple(fields[-1])]) for fields in document["storages"])
     return Trace(ops, storages, document["settings"], tuple(document["notes"]))
