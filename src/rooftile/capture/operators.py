@@ -17,8 +17,8 @@ from torch import Tensor
 __all__ = ["register_operators", "rnn_reserve_shape"]
 
 _SCHEMAS = (
-    "tiled_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_bias, float dropout_p, bool is_causal, float scale, "
-    "int? window) -> (Tensor, Tensor, Tensor)",
+    "tiled_attention(Tensor q, Tensor k, Tensor v, Tensor? attn_bias, float dropout_p, bool is_causal, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
     "tiled_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor rng_state, "
     "Tensor? attn_bias, float dropout_p, bool is_causal, float scale, bool bias_grad) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -67,7 +67,6 @@ def _like_bhld(x: Tensor) -> Tensor:
 
 def _tiled_attention_meta(
     q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, dropout_p: float, is_causal: bool, scale: float,
-    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _attention_outputs(q, v)
 
@@ -108,7 +107,6 @@ def _dropout_factor(like: Tensor, rng_state: Tensor, start: int, dropout_p: floa
 
 def _tiled_attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, dropout_p: float, is_causal: bool, scale: float,
-    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out, lse, rng_state = _attention_outputs(q, v)
     rng_state.copy_(torch.randint(2**31, (2,))) if dropout_p else rng_state.zero_()

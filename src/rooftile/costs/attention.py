@@ -126,8 +126,7 @@ def _name(call: Call) -> str:
 def forward(call: Call) -> Cost:
     """O and LSE from q, k, v in (B, H, L, D)."""
     q, k, v = (tensor(call, position, "qkv"[position]) for position in range(3))
-    window = call.argument(7, "window") if call.operator.startswith("rooftile") else None
-    options = _options(call, _HEADS_FIRST_FORWARD[_name(call)], window)
+    options = _options(call, _HEADS_FIRST_FORWARD[_name(call)], None)
     return _cost(call, _shape(q, k, v, heads_first=True), options, backward=False)
 
 
@@ -135,8 +134,7 @@ def forward(call: Call) -> Cost:
 def backward(call: Call) -> Cost:
     """dQ, dK, dV (and the bias's gradient) from dO, q, k, v, O and LSE."""
     q, k, v = (tensor(call, position + 1, "qkv"[position]) for position in range(3))
-    window = call.argument(11, "window") if call.operator.startswith("rooftile") else None
-    options = _options(call, _HEADS_FIRST_BACKWARD[_name(call)], window)
+    options = _options(call, _HEADS_FIRST_BACKWARD[_name(call)], None)
     return _cost(call, _shape(q, k, v, heads_first=True), options, backward=True)
 
 

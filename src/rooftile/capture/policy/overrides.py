@@ -45,7 +45,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         dropout_p, is_causal, scale = rest
-        out, lse, rng_state = torch.ops.rooftile.tiled_attention(q, k, v, bias, dropout_p, is_causal, scale, None)
+        out, lse, rng_state = torch.ops.rooftile.tiled_attention(q, k, v, bias, dropout_p, is_causal, scale)
         ctx.save_for_backward(q, k, v, bias, out, lse, rng_state)
         ctx.rest = rest
         return out
