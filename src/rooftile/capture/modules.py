@@ -31,6 +31,7 @@ class ModuleTracker:
         self._by_sequence: dict[int, str] = {}
         self._next_sequence = torch._C._autograd._get_sequence_nr
         self._node = torch._C._current_autograd_node
+        self._saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
         self.outside = ""  # what operators outside of every module are filed under
         self.current = ""
 
@@ -39,8 +40,9 @@ class ModuleTracker:
         node = self._node() if phase == "backward" else None
         if node is None:
             module = self._stack[-1] if self._stack else self.outside
-        elif self._stack or torch.is_grad_enabled():
-            # Gradients are off while autograd runs a node: whatever has them on, or runs a module, is recomputation.
+        elif self._stack or torch.is_grad_enabled() or self._saving_hooks(False) is not None:
+            # While autograd runs a node, gradients are off and nobody saves tensors: whatever does, or runs a module,
+            # is recomputation.
             phase, module = "recompute", self._stack[-1] if self._stack else self._module_of(node)
         else:
             return phase, self._module_of(node)
