@@ -15,8 +15,8 @@ def unknown_name(kind: str, name: str, known: Sequence[str], *, see: str = "") -
 
     ``kind`` is what the table holds ("device"), ``see`` an optional last clause that says where to look.
     """
-    near = difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)
     # A prefix is a near match however long the rest is: "h100" means one of h100-sxm, h100-pcie, h100-nvl.
-    near += [other for other in known if name and other.startswith(name.lower()) and other not in near]
+    near = [other for other in known if name and other.startswith(name.lower())]
+    near += [m for m in difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5) if m not in near]
     listed = f"near matches: {', '.join(near)}" if near else f"known: {', '.join(known)}"
     return UsageError(f"unknown {kind} {name!r}; {listed}{'; ' + see if see else ''}")

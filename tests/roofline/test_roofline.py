@@ -1,5 +1,7 @@
 """Roofs, ridges and bounds on machines whose answers are known by hand."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -218,3 +220,11 @@ def test_fifty_thousand_ops_are_placed_in_half_a_second():
     start = time.perf_counter()
     roofline.summary(trace, costs, machine(float32=10e12, bfloat16=100e12))
     assert time.perf_counter() - start < 0.5
+
+
+def test_roofline_and_closed_forms_need_no_torch():
+    code = (
+        "import sys; import rooftile.roofline, rooftile.ledgers.closed_forms, rooftile.ledgers.communication;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
