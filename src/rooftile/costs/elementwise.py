@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rooftile.capture.trace import Call
-from rooftile.costs.operands import base_name, reads, total_bytes, writes
+from rooftile.costs.operands import base_name, reads, strided_only, total_bytes, writes
 from rooftile.costs.record import Cost, Family
 from rooftile.costs.registry import formula
 
@@ -80,6 +80,7 @@ FLOPS_PER_ELEMENT: dict[str, int] = {
 
 def elementwise_cost(call: Call, per_element: int, family: Family = "elementwise") -> Cost:
     """``per_element`` FLOPs for every element of the largest output (of every output, for a list operator)."""
+    strided_only(call)
     written = writes(call)
     if base_name(call.operator).startswith("_foreach"):
         elements = sum(meta.numel for meta in written)

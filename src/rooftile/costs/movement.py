@@ -17,8 +17,8 @@ __all__: list[str] = []
         " chunk unbind unsqueeze squeeze flatten "
         "unflatten as_strided diagonal unfold detach alias lift_fresh view_as_real view_as_complex real imag _conj "
         "_neg_view resolve_conj resolve_neg values indices crow_indices col_indices ccol_indices row_indices _values "
-        "_indices _coalesced_ broadcast_to requires_grad_ positive tensor_split hsplit vsplit dsplit _nested_view_from_buffer "
-        "data resize_as_"
+        "_indices _coalesced_ broadcast_to requires_grad_ positive tensor_split hsplit vsplit dsplit "
+        "_nested_view_from_buffer data resize_as_"
     ),
     zero_reason="view",
 )
