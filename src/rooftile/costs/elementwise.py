@@ -46,6 +46,7 @@ FLOPS_PER_ELEMENT: dict[str, int] = {
     "prelu": 2,
     "_prelu_kernel": 2,
     "rrelu": 2,
+    "polar": 4,  # abs * cos(angle), abs * sin(angle)
     "elu": 4,  # exp, - 1, * alpha, select
     "celu": 5,  # x / alpha, then as elu
     "selu": 5,  # as elu, * scale

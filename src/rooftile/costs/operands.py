@@ -23,9 +23,9 @@ __all__ = [
     "read_positions",
     "reads",
     "split_operator",
+    "strided_only",
     "tensor",
     "total_bytes",
-    "strided_only",
     "writes",
 ]
 
@@ -33,7 +33,8 @@ __all__ = [
 OVERWRITES_FIRST = frozenset({
     "copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_",
     "log_normal_", "cauchy_", "_foreach_copy_", "_foreach_zero_", "_foreach_fill_",
-    "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "alltoall_base_", "recv_",
+    "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "alltoall_base_",
+    "recv_",
 })  # fmt: skip
 
 #: Arguments that an operator writes besides what it returns, by position in its schema. An in-place operator
