@@ -19,6 +19,7 @@ from rooftile.costs import (  # noqa: F401  (imported for the formulas that they
     reduction,
     rnn,
     sparse,
+    transformer,
 )
 from rooftile.costs.record import Cost, Family, Roof
 from rooftile.costs.registry import cost_of, known_operators, register_cost, trace_costs, zero_flop_operators

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rooftile.capture.trace import Call
-from rooftile.costs.operands import base_name, reads, total_bytes, writes
+from rooftile.costs.operands import base_name, reads, strided_only, total_bytes, writes
 from rooftile.costs.record import Cost, Family
 from rooftile.costs.registry import formula
 
@@ -46,6 +46,7 @@ FLOPS_PER_ELEMENT: dict[str, int] = {
     "prelu": 2,
     "_prelu_kernel": 2,
     "rrelu": 2,
+    "polar": 4,  # abs * cos(angle), abs * sin(angle)
     "elu": 4,  # exp, - 1, * alpha, select
     "celu": 5,  # x / alpha, then as elu
     "selu": 5,  # as elu, * scale
@@ -80,6 +81,7 @@ FLOPS_PER_ELEMENT: dict[str, int] = {
 
 def elementwise_cost(call: Call, per_element: int, family: Family = "elementwise") -> Cost:
     """``per_element`` FLOPs for every element of the largest output (of every output, for a list operator)."""
+    strided_only(call)
     written = writes(call)
     if base_name(call.operator).startswith("_foreach"):
         elements = sum(meta.numel for meta in written)

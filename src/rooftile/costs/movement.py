@@ -17,8 +17,8 @@ __all__: list[str] = []
         " chunk unbind unsqueeze squeeze flatten "
         "unflatten as_strided diagonal unfold detach alias lift_fresh view_as_real view_as_complex real imag _conj "
         "_neg_view resolve_conj resolve_neg values indices crow_indices col_indices ccol_indices row_indices _values "
-        "_indices _coalesced_ broadcast_to requires_grad_ positive tensor_split hsplit vsplit dsplit _nested_view_from_buffer "
-        "data resize_as_"
+        "_indices _coalesced_ broadcast_to requires_grad_ positive tensor_split hsplit vsplit dsplit "
+        "_nested_view_from_buffer data resize_as_"
     ),
     zero_reason="view",
 )
@@ -72,7 +72,7 @@ def random(call: Call) -> Cost:
     )
 
 
-@formula(*aten("_to_copy clone copy _foreach_copy lift contiguous to type_as"), zero_reason="copy")
+@formula(*aten("_to_copy clone lift_fresh_copy copy _foreach_copy lift contiguous to type_as"), zero_reason="copy")
 def copy(call: Call) -> Cost:
     """Read once, written once; a change of dtype on the way costs nothing more (conversion units)."""
     source, target = reads(call), writes(call)
@@ -95,8 +95,12 @@ def copy(call: Call) -> Cost:
         "view_copy permute_copy transpose_copy t_copy expand_copy slice_copy select_copy unsqueeze_copy squeeze_copy "
         "split_copy split_with_sizes_copy unbind_copy as_strided_copy diagonal_copy alias_copy detach_copy unfold_copy "
         "_reshape_copy _reshape_from_tensor _chunk_cat chunk_cat _pack_padded_sequence _nested_tensor_from_mask "
-        "_to_dense _pin_memory upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d"
+        "_to_dense _pin_memory narrow_copy complex "
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d"
     ),
+    "fsdp.all_gather_copy_in",
+    "fsdp.split_with_sizes_copy",
+    "fsdp.chunk_cat",
     zero_reason="copy",
 )
 def rearrange(call: Call) -> Cost:

@@ -62,8 +62,10 @@ def forward(call: Call) -> Cost:
 def batch_norm(call: Call) -> Cost:
     """Batch statistics while training, the running ones (apply only) otherwise."""
     affine = _given(call, 1, "weight") + _given(call, 2, "bias")
-    no_stats = call.operator.endswith(".no_stats")
-    training = call.argument(3 if no_stats else 5, "training", True)
+    if "_with_update" in call.operator:
+        training = True
+    else:
+        training = bool(call.argument(3 if call.operator.endswith(".no_stats") else 5, "training", True))
     flops = _MEAN_FORWARD if training else _APPLY_ONLY
     return _cost(call, (flops + affine) * tensor(call, 0, "input").numel)
 

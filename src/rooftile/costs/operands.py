@@ -23,6 +23,7 @@ __all__ = [
     "read_positions",
     "reads",
     "split_operator",
+    "strided_only",
     "tensor",
     "total_bytes",
     "writes",
@@ -32,6 +33,8 @@ __all__ = [
 OVERWRITES_FIRST = frozenset({
     "copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_",
     "log_normal_", "cauchy_", "_foreach_copy_", "_foreach_zero_", "_foreach_fill_",
+    "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "alltoall_base_",
+    "recv_",
 })  # fmt: skip
 
 #: Arguments that an operator writes besides what it returns, by position in its schema. An in-place operator
@@ -110,6 +113,12 @@ def tensor(call: Call, position: int, name: str) -> TensorMeta:
     if not isinstance(value, TensorMeta):
         raise NotCountableError(f"argument {name}")
     return value
+
+
+def strided_only(call: Call) -> None:
+    """:class:`NotCountableError` if an operand is sparse: how many elements take part then depends on the operator."""
+    if any(meta.layout != "strided" for meta in (*call.inputs, *call.outputs)):
+        raise NotCountableError("a sparse operand")
 
 
 def keyword(call: Call, name: str, default: Any = None) -> Any:

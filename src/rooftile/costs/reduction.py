@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rooftile.capture.trace import Call
-from rooftile.costs.operands import reads, total_bytes, writes
+from rooftile.costs.operands import reads, strided_only, total_bytes, writes
 from rooftile.costs.record import Cost
 from rooftile.costs.registry import formula
 
@@ -44,6 +44,7 @@ def reduction(call: Call) -> Cost:
 
     ``max.other`` and ``min.other`` of two tensors are elementwise: one comparison per output.
     """
+    strided_only(call)
     base, overload = call.operator.split(".")[1:3]
     if overload == "other":
         elements = call.outputs[0].numel
