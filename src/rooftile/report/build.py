@@ -224,6 +224,7 @@ def _precision(ledger: PrecisionLedger) -> dict[str, Any]:
     return {
         "policy": ledger.policy,
         "policy_evidence": "declared",
+        "autocast_source": ledger.autocast_source,
         "roles": [asdict(role) for role in ledger.roles],
         "role_bytes": _ROLE_BYTES,
         "families": [_slots(asdict(family)) for family in ledger.families],
