@@ -60,7 +60,7 @@ def share(part: float, whole: float) -> str:
     """``part`` of ``whole`` in percent; a dash where the whole is nothing. Not rounded up to 100."""
     if not whole:
         return "–"
-    value = 100 * part / whole
+    value = 100 * (part / whole)
     if 99.95 <= value < 100:
         return "> 99.9 %"
     return f"{value:.0f} %" if value in (0, 100) else f"{value:.1f} %"

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from rooftile.capture.trace import PHASES, Op, Phase, Role, Storage, Trace
 from rooftile.ledgers.modules import module_group
 
 __all__ = ["Fit", "MemoryLedger", "PeakAt", "PhasePeak", "States", "TimelinePoint", "downsample", "fit", "memory"]
+
+#: Points that a phase gets on a timeline however short it is.
+_LEAST_POINTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,8 @@ class MemoryLedger:
     resident_bytes: int
     phases: tuple[str, ...]
 
-    def timeline(self, points: int = 96) -> tuple[TimelinePoint, ...]:
-        """At most about ``points`` runs of ops, phases kept apart; the peak is always one of them."""
+    def timeline(self, points: int = 80) -> tuple[TimelinePoint, ...]:
+        """About ``points`` runs of ops, phases kept apart; the peak is always one of them."""
         return downsample(self.live, self.phases, points)
 
 
@@ -148,22 +151,21 @@ def fit(peak_bytes: int, visible_bytes: int | None, context_bytes: int | None = 
 
 
 def downsample(live: Sequence[int], phases: Sequence[str], points: int) -> tuple[TimelinePoint, ...]:
-    """Cut the ops into runs of one phase each and keep the maximum of every run.
+    """Cut the ops into pieces of one phase each and keep the maximum of every piece.
 
-    A phase gets points in proportion to its ops and at least one, so the result may exceed ``points`` by the number
-    of phase changes.
+    A run of one phase gets points in proportion to its ops, but a short one enough to be seen (an optimizer of twelve
+    foreach ops beside thousands of others), so the result may exceed ``points`` a little.
     """
-    if not live:
-        return ()
-    size = max(1, -(-len(live) // max(1, points)))
+    runs = [(phase, len(list(run))) for phase, run in groupby(phases)]
+    least = max(1, min(_LEAST_POINTS, points // (2 * len(runs)))) if runs else 1
     result: list[TimelinePoint] = []
     first = 0
-    while first < len(live):
-        end = first + 1
-        while end < len(live) and end - first < size and phases[end] == phases[first]:
-            end += 1
-        result.append(TimelinePoint(first, phases[first], max(live[first:end])))
-        first = end
+    for phase, length in runs:
+        pieces = min(length, max(least, round(points * length / len(live))))
+        for piece in range(pieces):
+            start, end = first + piece * length // pieces, first + (piece + 1) * length // pieces
+            result.append(TimelinePoint(start, phase, max(live[start:end])))
+        first += length
     return tuple(result)
 
 

@@ -59,12 +59,14 @@ class FamilyContract:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionLedger:
-    """The contract of the step. ``policy`` is the ``--precision`` word it was captured under."""
+    """The contract of the step. ``policy`` is the ``--precision`` word it was captured under, ``autocast_source`` where
+    the device's autocast lists were read."""
 
     policy: str
     roles: tuple[RolePrecision, ...]
     families: tuple[FamilyContract, ...]
     autocast: Slot
+    autocast_source: str
     loss_scale: Slot
     gradient_accumulation: Slot
     communication: Slot
@@ -86,6 +88,7 @@ def precision(
         roles=_roles(trace),
         families=_families(trace, costs, accumulate or {}, device_class),
         autocast=_autocast(trace),
+        autocast_source=str((trace.settings.get("autocast") or {}).get("source", "")),
         loss_scale=_loss_scale(trace),
         gradient_accumulation=_gradient_accumulation(trace),
         communication=Slot("none (one rank)", "observed"),
@@ -172,7 +175,8 @@ def _autocast(trace: Trace) -> Slot:
     policy = trace.settings.get("autocast")
     if not policy:
         return Slot("none", "observed")
-    return Slot(f"{policy['policy']} to {policy['dtype']}, from {policy['source']}", "derived")
+    release = f" of torch {policy['release']}" if policy.get("release") else ""
+    return Slot(f"{policy['dtype']} by the {policy['policy']} lists{release}", "derived")
 
 
 def _loss_scale(trace: Trace) -> Slot:

@@ -1,0 +1,191 @@
+"""``rooftile.audit``: a step and a device go in, a report comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rooftile.capture import CaptureOptions, Step, capture, load_target
+from rooftile.capture.trace import Trace
+from rooftile.costs import Cost, trace_costs
+from rooftile.costs.fusion import fuse
+from rooftile.devices import Device
+from rooftile.devices import load as load_device
+from rooftile.errors import UsageError
+from rooftile.ledgers.bundle import Ledgers, read_ledgers
+from rooftile.ledgers.kv_cache import KV_DTYPES
+from rooftile.report.build import Audited, build_report
+from rooftile.report.model import Report
+from rooftile.roofline import summary
+from rooftile.rules import Context, Rule, check_all, select_rules
+
+__all__ = ["audit", "read_trace"]
+
+Progress = Callable[[str], None]
+
+#: The dtype that a precision multiplies in; a device without it can't run the step.
+_COMPUTES_IN = {
+    "bf16": "bfloat16", "bf16-mixed": "bfloat16", "bf16-master": "bfloat16",
+    "fp16": "float16", "fp16-mixed": "float16", "fp16-master": "float16",
+}  # fmt: skip
+
+
+def audit(
+    step: Step | str,
+    device: Device | str = "h100-sxm",
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    phase: str | None = None,
+    kv_dtype: str | None = None,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    progress: Progress | None = None,
+    **options: Any,
+) -> Report:
+    """Audit one step on one device.
+
+    Parameters
+    ----------
+    step:
+        A :class:`rooftile.Step`, or a target as on the command line (``"gpt2"``, ``"file.py:function"``), for which
+        ``batch``, ``seq`` and ``phase`` may be given.
+    device:
+        A name (``rooftile devices`` lists them) or a :class:`~rooftile.devices.Device`.
+    kv_dtype:
+        Storage of the KV cache: ``fp32``, ``fp16``, ``bf16``, ``fp8`` or ``int8``; by default as computed.
+    select, ignore:
+        Codes or families of the rules to check (all by default) and to leave out.
+    progress:
+        Called with a short sentence as the work proceeds.
+    options:
+        Fields of :class:`~rooftile.capture.CaptureOptions`: ``precision``, ``optimizer``, ``checkpoint``,
+        ``attention``, ``micro_batches``, ``live``.
+
+    Raises
+    ------
+    UsageError
+        For an unknown name or a combination that can't be (a device without the dtype, an optimizer in inference).
+    CaptureError
+        For a model that can't run without data.
+    """
+    rules = select_rules(select, ignore)
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_dtype is {kv_dtype!r}; give one of {', '.join(KV_DTYPES)}, or leave it out")
+    chosen = load_device(device) if isinstance(device, str) else device
+    choices = _capture_options(options)
+    loaded, rebuild = _step(step, batch, seq, phase)
+    _check_combination(loaded, chosen, choices, options)
+    trace = capture(loaded, chosen, choices, progress)
+    if progress is not None:
+        progress("reading the trace")
+    again = _Recapture(loaded, rebuild, chosen, choices, kv_dtype, progress)
+    return read_trace(trace, chosen, rules=rules, options=choices, kv_dtype=kv_dtype, recapture=again)
+
+
+def read_trace(
+    trace: Trace,
+    device: Device,
+    *,
+    rules: Sequence[Rule] | None = None,
+    options: CaptureOptions | None = None,
+    kv_dtype: str | None = None,
+    recapture: Callable[..., tuple[Trace, Ledgers] | None] | None = None,
+) -> Report:
+    """The report of a trace that is there already. Without ``recapture``, rules judge by this trace alone."""
+    costs, fused = _costs(trace)
+    ledgers = read_ledgers(trace, costs, fused, device, kv_dtype)
+    context = Context(trace, costs, device, ledgers, options or CaptureOptions(), recapture or _no_recapture)
+    return build_report(
+        Audited(
+            trace=trace,
+            costs=costs,
+            device=device,
+            ledgers=ledgers,
+            roofline=summary(trace, costs, device),
+            fused=summary(trace, costs, device, op_bytes=fused, schedule="fused"),
+            findings=check_all(context, rules),
+        )
+    )
+
+
+class _Recapture:
+    """Audits of the same step with options changed, each made once."""
+
+    def __init__(
+        self,
+        step: Step,
+        rebuild: Callable[[int], Step] | None,
+        device: Device,
+        options: CaptureOptions,
+        kv_dtype: str | None,
+        progress: Progress | None,
+    ) -> None:
+        self._step, self._rebuild, self._device = step, rebuild, device
+        self._options, self._kv_dtype, self._progress = options, kv_dtype, progress
+        self._made: dict[tuple[tuple[str, object], ...], tuple[Trace, Ledgers]] = {}
+
+    def __call__(self, **changes: object) -> tuple[Trace, Ledgers] | None:
+        key = tuple(sorted(changes.items()))
+        if key not in self._made:
+            batch = changes.pop("batch", None)
+            step = self._step
+            if isinstance(batch, int):
+                if self._rebuild is None:
+                    return None
+                step = self._rebuild(batch)
+            if self._progress is not None:
+                self._progress("auditing again with " + ", ".join(f"{name} {value}" for name, value in key))
+            trace = capture(step, self._device, replace(self._options, **changes), None)  # type: ignore[arg-type]
+            costs, fused = _costs(trace)
+            self._made[key] = trace, read_ledgers(trace, costs, fused, self._device, self._kv_dtype)
+        return self._made[key]
+
+
+def _no_recapture(**_: object) -> None:
+    return None
+
+
+def _costs(trace: Trace) -> tuple[tuple[Cost | None, ...], Sequence[int]]:
+    costs = trace_costs(trace)
+    return costs, fuse(trace, costs).op_bytes
+
+
+def _capture_options(options: dict[str, Any]) -> CaptureOptions:
+    known = CaptureOptions.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise UsageError(f"audit has no option {name!r}; it has {', '.join(known)}")
+    return CaptureOptions(**options)
+
+
+def _step(
+    step: Step | str, batch: int | None, seq: int | None, phase: str | None
+) -> tuple[Step, Callable[[int], Step] | None]:
+    """The step, and how to build it for another batch where that is possible."""
+    if isinstance(step, str):
+        target = step
+        loaded = load_target(target, batch=batch, seq=seq, phase=phase)
+        if loaded.batch is None:
+            return loaded, None
+        return loaded, lambda other: load_target(target, batch=other, seq=seq, phase=phase)
+    if not isinstance(step, Step):
+        raise UsageError(f"audit was given a {type(step).__name__}; give a rooftile.Step or the name of a target")
+    for name, value in (("batch", batch), ("seq", seq), ("phase", phase)):
+        if value is not None:
+            raise UsageError(f"{name}={value!r} is for a target by name; a Step has its own {name}")
+    return step, None
+
+
+def _check_combination(step: Step, device: Device, options: CaptureOptions, given: dict[str, Any]) -> None:
+    """Choices that contradict each other, told before anything runs."""
+    dtype = _COMPUTES_IN.get(options.precision)
+    if dtype is not None and not device.supports(dtype):
+        has = ", ".join(name for name in device.inputs if name != "tf32")
+        raise UsageError(f"{device.name} has no {dtype}, which precision {options.precision} computes in; it has {has}")
+    if step.phase == "train":
+        return
+    for name, idle in (("optimizer", ("none", "as-is")), ("checkpoint", ("none",)), ("micro_batches", (1,))):
+        if name in given and given[name] not in idle:
+            raise UsageError(f"{name} {given[name]} is for training; leave it out in phase {step.phase}")

@@ -1,0 +1,64 @@
+"""Precision: the roles in a line each family of dtypes, and the contract per operator family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+from rooftile import _units as units
+from rooftile.report.layout import columns, heading
+from rooftile.report.model import Report
+from rooftile.report.section import Section
+
+__all__ = ["blocks"]
+
+#: Families of the contract that the terminal shows; all are in the JSON document.
+_FAMILIES = ("matmul", "attention", "convolution", "rnn", "softmax", "normalization", "elementwise", "optimizer")
+#: In this order: the name of bfloat16 contains that of float16.
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+#: Roles that say nothing about the contract's numbers.
+_LEFT_OUT = ("input", "buffer", "temporary")
+
+
+def blocks(report: Report) -> Iterable[Table | Text]:
+    """Roles, contract, policies."""
+    precision = report.precision
+    yield heading("PRECISION", f"{precision.policy} ({precision.policy_evidence}); evidence in parentheses")
+    yield _roles(precision.roles)
+    shown = [family for family in precision.families if family.family in _FAMILIES]
+    if shown:
+        yield _contract(shown)
+    names = ("autocast", "loss_scale", "gradient_accumulation", "communication")
+    policies = [(f"{name.replace('_', ' ')} ", _slot(precision[name])) for name in names]
+    text = Text()
+    for index, (name, value) in enumerate(policies):
+        text.append(" · " if index else "").append(name, style="bold").append(value)
+    yield text
+
+
+def _roles(roles: Iterable[Section]) -> Text:
+    parts = []
+    for role in roles:
+        if role.role in _LEFT_OUT:
+            continue
+        dtypes = " + ".join(_SHORT.get(name, name) for name in role.dtypes)
+        parts.append(f"{role.role.replace('_', ' ')} {dtypes} {units.gb(role.bytes)}")
+    return Text.assemble(("roles ", "bold"), " · ".join(parts), " (observed; each storage once)")
+
+
+def _contract(families: Iterable[Section]) -> Table:
+    table = columns("family", "storage", "product", "accumulate", "output")
+    for column in table.columns:
+        column.justify = "left"
+    for family in families:
+        table.add_row(family.family, *(_slot(family[name]) for name in ("storage", "product", "accumulate", "output")))
+    return table
+
+
+def _slot(slot: Section) -> str:
+    value = slot.value
+    for long, short in _SHORT.items():
+        value = value.replace(long, short)
+    return value if not slot.evidence else f"{value} ({slot.evidence})"

@@ -1,0 +1,111 @@
+"""Roofline and traffic: each operator family under its roof, and the ops that weigh most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rooftile import _units as units
+from rooftile.report.layout import columns, heading
+from rooftile.report.model import Report
+from rooftile.report.section import Section
+
+__all__ = ["blocks"]
+
+#: A family below this share of the bound goes into the row "other".
+_SHOWN = 0.02
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def blocks(report: Report) -> Iterable[Table | Text]:
+    """The two tables and what tiling would remove."""
+    roof = report.roofline
+    ridge = f"ridge {roof.ridge:.1f} FLOP/B for {roof.ridge_dtype}; " if roof.ridge else ""
+    yield heading("ROOFLINE AND TRAFFIC", f"{ridge}intensity and bound unfused; derived")
+    yield _families(report)
+    if report.bytes.tiling_removes:
+        yield Text(
+            f"Exact tiled attention would remove {units.gb(report.bytes.tiling_removes)} of passes over N x N scores."
+        )
+    for roof_name in roof.unknown_roofs:
+        yield Text(f"No peak is known for {roof_name}: their bound is by bytes alone.", style="yellow")
+    yield heading("HEAVIEST OPS", "all executions in all equal layers together")
+    yield _heaviest(roof.heaviest)
+
+
+def _families(report: Report) -> Table:
+    roof = report.roofline
+    table = columns("family", "ops", "FLOPs", "bytes", "fused", "FLOP/B", "bound", "of bound", "bound by")
+    shown = [row for row in roof.families if row.bound_s >= _SHOWN * roof.bound_s]
+    rest = [row for row in roof.families if row.bound_s < _SHOWN * roof.bound_s and row.ops]
+    for row in shown:
+        table.add_row(row.family, *_figures(row, roof.bound_s), row.limit)
+    if rest:
+        other = {name: sum(row[name] for row in rest) for name in ("ops", "flops", "bytes", "bytes_fused", "bound_s")}
+        other["intensity"] = other["flops"] / other["bytes"] if other["bytes"] else None
+        table.add_row("other", *_figures(Section(other), roof.bound_s), "")
+    total = Section(
+        {
+            "ops": report.coverage.ops_total,
+            "flops": report.flops.total,
+            "bytes": report.bytes.unfused,
+            "bytes_fused": report.bytes.fused,
+            "intensity": roof.intensity,
+            "bound_s": roof.bound_s,
+        }
+    )
+    limit = ("≥ " if report.lower_bound else "") + roof.limit
+    table.add_row("total", *_figures(total, roof.bound_s), limit, style="bold")
+    return table
+
+
+def _figures(row: Section, whole: float) -> list[str]:
+    return [
+        f"{row.ops:,}",
+        units.flops(row.flops),
+        units.gb(row.bytes),
+        units.gb(row.bytes_fused),
+        _intensity(row.intensity),
+        units.duration(row.bound_s),
+        units.share(row.bound_s, whole),
+    ]
+
+
+def _intensity(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if 0 < value < 0.01:
+        return "< 0.01"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _heaviest(rows: tuple[Section, ...]) -> Table:
+    table = columns("operator, shapes", "where", "FLOPs", "bytes", "bound", "by")
+    table.columns[1].justify = "left"
+    for row in rows:
+        count = f"{row['count']} x " if row["count"] > 1 else ""
+        name = row.operator.split(".")[1]
+        place = row.phase if row.module in ("", row.phase) else f"{row.phase} {row.module}"
+        table.add_row(
+            _fit(f"{count}{name} {_shapes(row.shapes)}", 35),
+            _fit(place, 24),
+            units.flops(row.flops),
+            units.gb(row.bytes),
+            units.duration(row.bound_s),
+            _SHORT.get(row.roof, row.roof),
+        )
+    return table
+
+
+def _shapes(shapes: tuple[Any, ...]) -> str:
+    """The first two operands; the list of a foreach operator is told by its length."""
+    if len(shapes) > 8:
+        return f"[{len(shapes)} tensors]"
+    return " ".join("x".join(str(size) for size in shape) or "scalar" for shape in shapes[:2])
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,166 @@
+"""The terminal report: at most 100 columns, a screen and a half, readable without colour.
+
+It is made from the report's sections alone, so that a saved one looks the same without torch. The order is the
+reader's: what it computes, what it moves, what bounds it, how much memory and when; then the details.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rooftile import _units as units
+from rooftile.report import memory_view, precision_view, roofline_view
+from rooftile.report.layout import heading
+from rooftile.report.model import Report
+from rooftile.report.section import Section
+
+__all__ = ["WIDTH", "render"]
+
+#: The report is no wider than this, however wide the terminal is.
+WIDTH = 100
+
+_SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+
+
+def render(report: Report, console: Console, *, saved_as: str | None = None) -> None:
+    """Print ``report``. ``saved_as`` is the JSON file it is in, for the command that the report ends with."""
+    for block in (
+        _header(report),
+        _in_short(report),
+        roofline_view.blocks(report),
+        memory_view.blocks(report),
+        precision_view.blocks(report),
+        _findings(report),
+        _next(report, saved_as),
+    ):
+        for item in block:
+            console.print(item, width=min(WIDTH, console.width), soft_wrap=False)
+
+
+def _header(report: Report) -> Iterable[Text]:
+    target, device, coverage = report.target, report.device, report.coverage
+    peak = next((p for p in device.peaks if p.input == target.compute_dtype), None)
+    what = [str(target.phase)]
+    if target.batch:
+        what.append(f"batch {target.batch}" + (f" x seq {target.seq:,}" if target.seq else ""))
+    if target.phase == "train":
+        what.append("1 micro-batch" if target.micro_batches == 1 else f"{target.micro_batches} micro-batches")
+    what.append(str(target.precision))
+    if target.phase == "train":
+        what.append(str(target.optimizer))
+        if target.checkpoint != "none":
+            what.append(f"checkpoint {target.checkpoint}")
+    yield Text.assemble((f"rooftile audit  {target.name}", "bold"), f"  {' · '.join(what)}")
+    roofs = f"{units.rate(peak.flops_per_s, 'FLOP/s')} {target.compute_dtype}, " if peak is not None else ""
+    yield Text.assemble(
+        "on ", (device.name, "bold"), f" ({device.title}): {roofs}{units.rate(device.memory_bandwidth, 'B/s')}, "
+        f"{units.gb_gib(device.visible_bytes)}"
+    )  # fmt: skip
+    yield Text(
+        "multiply + add = 2 FLOPs · bytes at device memory · GB 1e9, GiB 2^30 · a bound is no time prediction",
+        style="dim",
+    )
+    known = (
+        f"formulas known for {_fraction(coverage.ops)} of {coverage.ops_total:,} ops, {_fraction(coverage.flops)} of "
+        f"arithmetic ops, {_fraction(coverage.bytes)} of bytes"
+    )
+    if coverage.unknown_ops:
+        names = ", ".join(f"{name} ({n}x)" for name, n in coverage.unknown_counts.items())
+        yield Text(f"{known}. Without one: {names}: FLOPs, bytes and bound are lower bounds (≥).", style="yellow")
+    else:
+        yield Text(known, style="dim")
+    for note in target.notes:
+        yield Text(f"Note: {note}.", style="dim")
+
+
+def _fraction(value: float) -> str:
+    return units.share(value, 1.0)
+
+
+def _in_short(report: Report) -> Iterable[Table | Text]:
+    """The four answers."""
+    flops, moved, roof, memory = report.flops, report.bytes, report.roofline, report.memory
+    at_least = "≥ " if report.lower_bound else ""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    ratio = f" · gradient/forward {flops.work_ratio:.2f} (≤ 5)" if flops.work_ratio else ""
+    per_token = f", {units.flops(flops.per_token)} a token" if flops.per_token else ""
+    table.add_row(
+        "computes",
+        f"{at_least}{units.flops(flops.total)}, {units.share(flops.matmul, flops.total)} in matrix products{per_token}",
+    )
+    parts = [f"{name} {units.flops(flops[name])}" for name in ("forward", "recompute", "backward", "optimizer")
+             if flops[name]]  # fmt: skip
+    table.add_row("", Text(" · ".join(parts) + ratio, style="dim"))
+    table.add_row(
+        "moves",
+        f"{at_least}{units.gb(moved.unfused)} unfused, {units.gb(moved.fused)} with elementwise chains fused "
+        f"(-{units.share(moved.fusion_removes, moved.unfused)})",
+    )
+    compute = units.share(roof.compute_bound_s, roof.bound_s)
+    table.add_row(
+        "bound",
+        f"{at_least}{units.duration(roof.bound_s)} unfused ({compute} of it by arithmetic, the rest by memory), "
+        f"{units.duration(roof.bound_fused_s)} fused",
+    )
+    table.add_row("memory", _memory_line(memory))
+    if report.params.count is not None:
+        frozen = report.params.count - report.params.trainable
+        frozen_note = f", {frozen:,} of them frozen" if frozen else ""
+        table.add_row(
+            "parameters", f"{report.params.count:,} (tied once{frozen_note}), {units.gb_gib(report.params.bytes)}"
+        )
+    yield Text("")
+    yield table
+
+
+def _memory_line(memory: Section) -> Text:
+    text = Text(f"peak {units.gb_gib(memory.peak_bytes)} at {memory.peak_at}")
+    if memory.fits is None:
+        return text.append("; whether it fits is unknown")
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    text.append("; ")
+    text.append(verdict, style="green" if memory.fits else "bold red")
+    return text
+
+
+def _findings(report: Report) -> Iterable[Table | Text]:
+    if not report.findings:
+        yield heading("FINDINGS", "none of the rules checked found anything")
+        return
+    yield heading("FINDINGS", "rooftile explain CODE says more")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for finding in report.findings:
+        style = _SEVERITY_STYLE.get(finding.severity, "bold")
+        table.add_row(
+            Text(f"{finding.code}", style=style),
+            Text.assemble((f"{finding.title}", "bold"), f" [{finding.severity}]: {finding.evidence}."),
+        )
+        table.add_row("", Text.assemble(f"→ {finding.response}", (_saving(finding.saving), "dim")))
+    yield table
+
+
+def _saving(saving: Section) -> str:
+    parts = []
+    for nbytes, what in ((saving.peak_bytes, "at the peak"), (saving.moved_bytes, "moved")):
+        if nbytes:
+            parts.append(f"{'saves' if nbytes > 0 else 'costs'} {units.gb(abs(nbytes))} {what}")
+    return f"  ({', '.join(parts)}; {saving.evidence})" if parts else ""
+
+
+def _next(report: Report, saved_as: str | None) -> Iterable[Text]:
+    """The command that most likely comes next."""
+    if report.findings:
+        command = f"rooftile explain {report.findings[0].code}"
+    elif saved_as is None:
+        command = f"rooftile audit {report.target.name} --device {report.device.name} --json report.json"
+    else:
+        command = f"rooftile show {saved_as}"
+    yield Text.assemble("\nNext: ", (command, "bold"))
