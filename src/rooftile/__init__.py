@@ -1,1 +1,81 @@
-"""rooftile: what do a step's numbers survive, and what does it move?"""
+"""rooftile: what do a step's numbers survive, and what does it move?
+
+>>> import rooftile
+>>> report = rooftile.audit("gpt2", device="h100-sxm")
+>>> report.memory.peak_bytes
+
+The names below load when they are first asked for: ``import rooftile`` itself does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooftile import capture, devices, ledgers, roofline, zoo
+    from rooftile._audit import audit
+    from rooftile.capture import CaptureOptions, Step, Trace
+    from rooftile.capture.trace_file import load_trace, save_trace
+    from rooftile.costs import flops, register_cost
+    from rooftile.errors import CaptureError, RooftileError, UnitError, UsageError
+    from rooftile.report.model import Report
+
+#: Public name -> module that has it; a module that bears the name itself is the name.
+_PUBLIC = {
+    "CaptureError": "rooftile.errors",
+    "CaptureOptions": "rooftile.capture.options",
+    "Report": "rooftile.report.model",
+    "RooftileError": "rooftile.errors",
+    "Step": "rooftile.capture.step",
+    "Trace": "rooftile.capture.trace",
+    "UnitError": "rooftile.errors",
+    "UsageError": "rooftile.errors",
+    "audit": "rooftile._audit",
+    "capture": "rooftile.capture",
+    "devices": "rooftile.devices",
+    "flops": "rooftile.costs.flops",
+    "ledgers": "rooftile.ledgers",
+    "load_trace": "rooftile.capture.trace_file",
+    "register_cost": "rooftile.costs",
+    "roofline": "rooftile.roofline",
+    "save_trace": "rooftile.capture.trace_file",
+    "zoo": "rooftile.zoo",
+}
+
+__all__ = [
+    "CaptureError",
+    "CaptureOptions",
+    "Report",
+    "RooftileError",
+    "Step",
+    "Trace",
+    "UnitError",
+    "UsageError",
+    "audit",
+    "capture",
+    "devices",
+    "flops",
+    "ledgers",
+    "load_trace",
+    "register_cost",
+    "roofline",
+    "save_trace",
+    "zoo",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rooftile")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'rooftile' has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(_PUBLIC[name])
+    return module if _PUBLIC[name].rpartition(".")[2] == name else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

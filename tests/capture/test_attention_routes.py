@@ -147,7 +147,7 @@ def grouped_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (F.scaled_dot_product_attention, "mi300x", "bf16", "flash: "),
     ],
 )
-def test_the_decision_table_gives_the_kernel_and_the_reason(route, device: str, precision: str, expected: str):  # noqa: ANN001
+def test_the_decision_table_gives_the_kernel_and_the_reason(route, device: str, precision: str, expected: str):
     import re
 
     trace = run(Routed(route), devices.load(device), precision=precision)
@@ -156,7 +156,9 @@ def test_the_decision_table_gives_the_kernel_and_the_reason(route, device: str, 
     assert count(trace, FORWARD) == (0 if materialized else 1)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "bias"}, {"scale": 0.3}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "bias"}, {"scale": 0.3}]
+)
 def test_live_attention_and_its_gradients_are_torchs(kwargs: dict, h100: Device):
     """The stand-in computes: outputs and gradients against torch's own materialised path in fp64."""
     kwargs = dict(kwargs)
