@@ -65,14 +65,14 @@ FLOPS_PER_ELEMENT: dict[str, int] = {
     "silu_backward": 6,  # s = sigmoid(x); dy * s * (1 + x * (1 - s))
     "hardtanh_backward": 2,  # two comparisons that select dy
     "leaky_relu_backward": 2,
-    "elu_backward": 4,  # dy * alpha * exp(x), select
-    "softplus_backward": 5,  # z = exp(beta x); dy * z / (z + 1), select
-    "mish_backward": 9,  # s = sigmoid(x), t = tanh(log1p(exp x)): 4; dy * (t + x * s * (1 - t * t)): 5 of the 6, fused
+    "elu_backward": 4,  # dy * alpha * exp(x) 3, select
+    "softplus_backward": 6,  # z = exp(beta x) 2; dy * z / (z + 1) 3, select
+    "mish_backward": 10,  # s = sigmoid(x) 1, t = tanh(log1p(exp x)) 3; dy * (t + x * s * (1 - t * t)) 6
     "hardsigmoid_backward": 3,
     "hardswish_backward": 5,
     "hardshrink_backward": 1,
     "softshrink_backward": 1,
-    "log_sigmoid_backward": 5,  # z = exp(-|x|); dy * (select - sign * z / (1 + z))
+    "log_sigmoid_backward": 5,  # with the saved z = exp(-|x|): dy * (select - sign * z / (1 + z))
     "glu_backward": 4,  # per input element: half the work is dy * s, half dy * a * s * (1 - s) and s itself
     "_prelu_kernel_backward": 4,  # two gradients, each a product and a selection
     "logit_backward": 3,

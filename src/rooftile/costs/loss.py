@@ -31,14 +31,14 @@ _POINTWISE = {
     "mse_loss": 2,  # (x - y)^2
     "mse_loss_backward": 3,  # 2/n * (x - y) * dy
     "l1_loss": 2,
-    "smooth_l1_loss": 5,  # d = |x - y|; select(d^2 / 2 beta, d - beta/2)
+    "smooth_l1_loss": 5,  # d = |x - y| 2; select 1 of d * d * c or d - c, 2 at most
     "smooth_l1_loss_backward": 4,
     "huber_loss": 5,
     "huber_loss_backward": 4,
     "soft_margin_loss": 4,  # log(1 + exp(-y x))
     "soft_margin_loss_backward": 5,
-    "binary_cross_entropy": 6,  # -(y log x + (1 - y) log(1 - x)): two logs, 1 - x, lerp of three
-    "binary_cross_entropy_backward": 5,  # dy * (x - y) / (x * (1 - x))
+    "binary_cross_entropy": 7,  # (y - 1) log(1 - x) - y log(x): 1 - x, two logs, y - 1, two products, subtract
+    "binary_cross_entropy_backward": 6,  # dy * (x - y) / max(x * (1 - x), eps)
     "binary_cross_entropy_with_logits": 7,  # (1 - y) x + log1p(exp(-|x|)) + max(-x, 0)
 }
 
