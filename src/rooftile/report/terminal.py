@@ -18,7 +18,7 @@ from rooftile.report.layout import heading
 from rooftile.report.model import Report
 from rooftile.report.section import Section
 
-__all__ = ["WIDTH", "render"]
+__all__ = ["WIDTH", "console", "render"]
 
 #: The report is no wider than this, however wide the terminal is.
 WIDTH = 100
@@ -26,7 +26,13 @@ WIDTH = 100
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
 
-def render(report: Report, console: Console, *, saved_as: str | None = None) -> None:
+def console() -> Console:
+    """Standard output as the report wants it: no wider than :data:`WIDTH`, no colour in a pipe, numbers not painted."""
+    plain = Console(highlight=False)
+    return Console(highlight=False, width=min(WIDTH, plain.width) if plain.is_terminal else WIDTH)
+
+
+def render(report: Report, output: Console, *, saved_as: str | None = None) -> None:
     """Print ``report``. ``saved_as`` is the JSON file it is in, for the command that the report ends with."""
     for block in (
         _header(report),
@@ -38,7 +44,7 @@ def render(report: Report, console: Console, *, saved_as: str | None = None) -> 
         _next(report, saved_as),
     ):
         for item in block:
-            console.print(item, width=min(WIDTH, console.width), soft_wrap=False)
+            output.print(item, width=min(WIDTH, output.width))
 
 
 def _header(report: Report) -> Iterable[Text]:

@@ -1,0 +1,132 @@
+"""``rooftile audit TARGET --device NAME``: what a step computes, moves and needs, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rooftile.cli.options import DeviceFileOption, DeviceOption, JsonOption, complete_target
+from rooftile.cli.output import STDOUT, check_writable, progress, write_file
+
+if TYPE_CHECKING:
+    from rooftile.report import Report
+
+__all__ = ["register"]
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A built-in model (gpt2, llama-3.1-8b, ...), file.py:function or package.module:function that returns a "
+        "rooftile.Step.",
+        autocompletion=complete_target,
+    ),
+]
+Phase = Annotated[str | None, typer.Option(metavar="PHASE", help="train, prefill or decode.")]
+Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per micro-batch.")]
+Seq = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence; for decode, those in the cache.")]
+Precision = Annotated[
+    str | None,
+    typer.Option(metavar="POLICY", help="fp32, bf16, bf16-mixed (default), fp16-mixed, bf16-master, fp16-master."),
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="adamw, adamw-foreach, adamw-fused, adamw-loop, sgd or none."),
+]
+Checkpoint = Annotated[str | None, typer.Option(metavar="WHAT", help="none or blocks.")]
+MicroBatches = Annotated[
+    int | None, typer.Option("--micro-batches", metavar="N", help="Accumulated before the update.")
+]
+Attention = Annotated[str | None, typer.Option(metavar="PATH", help="auto, tiled or materialized.")]
+KvDtype = Annotated[
+    str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="fp32, fp16, bf16, fp8 or int8; default: as computed.")
+]
+Select = Annotated[list[str] | None, typer.Option(metavar="CODE", help="Only these rules: codes or families.")]
+Ignore = Annotated[list[str] | None, typer.Option(metavar="CODE", help="Leave these rules out.")]
+FailOn = Annotated[
+    list[str] | None,
+    typer.Option("--fail-on", metavar="CODE", help="Exit with 1 on such a finding: a code, a family or any."),
+]
+SaveTrace = Annotated[str | None, typer.Option("--save-trace", metavar="PATH", help="Write the captured trace.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command(short_help="Read a training or inference step on a device.")(audit)
+
+
+def audit(
+    target: Target,
+    device: DeviceOption = None,
+    device_file: DeviceFileOption = None,
+    phase: Phase = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    precision: Precision = None,
+    optimizer: Optimizer = None,
+    checkpoint: Checkpoint = None,
+    micro_batches: MicroBatches = None,
+    attention: Attention = None,
+    kv_dtype: KvDtype = None,
+    select: Select = None,
+    ignore: Ignore = None,
+    fail_on: FailOn = None,
+    json: JsonOption = None,
+    save_trace: SaveTrace = None,
+) -> int:
+    """Read a step before renting the machine: what it computes, what it moves, what bounds it, how much memory and when.
+
+    No accelerator, no weights and no data are needed.
+    """
+    from rooftile import devices
+    from rooftile.rules import select_rules
+
+    check_writable(json)
+    check_writable(save_trace, "--save-trace")
+    failing = _words(fail_on)
+    select_rules([word for word in failing if word.lower() != "any"])  # an unknown word is told before the work
+    chosen = devices.load(device, device_file)
+    options = {
+        name: value
+        for name, value in (
+            ("precision", precision), ("optimizer", optimizer), ("checkpoint", checkpoint),
+            ("micro_batches", micro_batches), ("attention", attention),
+        )
+        if value is not None
+    }  # fmt: skip
+    with progress() as say:
+        say("loading torch")
+        from rooftile._audit import audit as run_audit
+
+        report = run_audit(
+            target, chosen, batch=batch, seq=seq, phase=phase, kv_dtype=kv_dtype,
+            select=_words(select), ignore=_words(ignore), progress=say, **options,
+        )  # fmt: skip
+    _write(report, json, save_trace)
+    return int(_fails(report, failing))
+
+
+def _words(values: Sequence[str] | None) -> list[str]:
+    """Repeated options and comma-separated lists alike."""
+    return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
+
+
+def _fails(report: Report, words: Sequence[str]) -> bool:
+    from rooftile.rules import matches
+
+    return any(matches(finding.code, word) for finding in report.findings for word in words)
+
+
+def _write(report: Report, json: str | None, save_trace: str | None) -> None:
+    if json is not None:
+        write_file(json, report.to_json() + "\n")
+    if save_trace is not None and report.trace is not None:
+        from rooftile.capture.trace_file import save_trace as write_trace
+
+        write_trace(report.trace, save_trace)
+    if json != STDOUT:
+        from rooftile.report.terminal import console, render
+
+        render(report, console(), saved_as=json)
