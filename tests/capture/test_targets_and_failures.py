@@ -140,7 +140,8 @@ def test_an_error_of_the_model_itself_names_the_users_line(tmp_path: Path, h100:
         tmp_path,
         """
         def step():
-            return rooftile.Step(nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)), (torch.randn(2, 3),), lambda y: y.sum())
+            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6))
+            return rooftile.Step(model, (torch.randn(2, 3),), lambda y: y.sum())
         """,
     )
     with pytest.raises(CaptureError, match=r"RuntimeError"):
@@ -268,7 +269,7 @@ def test_a_trace_of_a_later_schema_says_so(tmp_path: Path):
     import json
 
     (tmp_path / "t").write_bytes(gzip.compress(json.dumps({"schema": "rooftile.trace/2"}).encode()))
-    with pytest.raises(UsageError, match="rooftile.trace/2"):
+    with pytest.raises(UsageError, match=r"rooftile\.trace/2"):
         load_trace(tmp_path / "t")
 
 
