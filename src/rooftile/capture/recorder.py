@@ -43,7 +43,7 @@ def _is_composite(func: Any) -> bool:
 
 
 #: What is no work of the device: profiler marks, questions about a tensor, and wrapping or reading a Python number.
-_NOT_RECORDED = ("profiler.", "prim.", "aten.lift_fresh.", "aten._local_scalar_dense.")
+_NOT_RECORDED = ("profiler.", "prim.", "aten.lift_fresh.", "aten._local_scalar_dense.", "aten.promote_types.")
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
