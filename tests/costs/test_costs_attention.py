@@ -21,10 +21,8 @@ def tiled(b: int, h: int, hkv: int, lq: int, lk: int, d: int, dv: int, *, causal
           window: int | None = None, bias: TensorMeta | None = None, dropout: float = 0.0) -> Cost:  # fmt: skip
     q, k, v = meta((b, h, lq, d), FP16), meta((b, hkv, lk, d), FP16), meta((b, hkv, lk, dv), FP16)
     out, lse = meta((b, h, lq, dv), FP16), meta((b, h, lq))
-    one = call(
-        "rooftile.tiled_attention.default", q, k, v, bias, dropout, causal, d**-0.5, window, outputs=(out, lse, meta((2,), "int64"))
-    )  # fmt: skip
-    found = cost_of(one)
+    arguments = (q, k, v, bias, dropout, causal, d**-0.5, window)
+    found = cost_of(call("rooftile.tiled_attention.default", *arguments, outputs=(out, lse, meta((2,), "int64"))))
     assert found is not None
     return found
 
@@ -32,10 +30,8 @@ def tiled(b: int, h: int, hkv: int, lq: int, lk: int, d: int, dv: int, *, causal
 def tiled_backward(b: int, h: int, hkv: int, lq: int, lk: int, d: int, dv: int, *, causal: bool = False) -> Cost:
     q, k, v = meta((b, h, lq, d), FP16), meta((b, hkv, lk, d), FP16), meta((b, hkv, lk, dv), FP16)
     out, lse, rng = meta((b, h, lq, dv), FP16), meta((b, h, lq)), meta((2,), "int64")
-    one = call(
-        "rooftile.tiled_attention_backward.default", out, q, k, v, out, lse, rng, None, 0.0, causal, d**-0.5, outputs=(q, k, v)
-    )  # fmt: skip
-    found = cost_of(one)
+    arguments = (out, q, k, v, out, lse, rng, None, 0.0, causal, d**-0.5)
+    found = cost_of(call("rooftile.tiled_attention_backward.default", *arguments, outputs=(q, k, v)))
     assert found is not None
     return found
 
@@ -112,12 +108,13 @@ def test_the_cpu_kernel_that_torchs_counter_misses_is_counted() -> None:
 
 def test_packed_documents_are_unknown_because_their_lengths_are_data() -> None:
     q, lengths = meta((100, 4, 64), FP16), meta((3,), "int32")
-    packed = call("aten._flash_attention_forward.default", q, q, q, lengths, lengths, 60, 60, 0.0, True, False, outputs=(q,))
+    packed = call(
+        "aten._flash_attention_forward.default", q, q, q, lengths, lengths, 60, 60, 0.0, True, False, outputs=(q,)
+    )
     assert cost_of(packed) is None
     batch = meta((2, 128, 4, 64), FP16)
-    plain = call(
-        "aten._flash_attention_forward.default", batch, batch, batch, None, None, 128, 128, 0.0, False, False, outputs=(batch,)
-    )  # fmt: skip
+    arguments = (batch, batch, batch, None, None, 128, 128, 0.0, False, False)
+    plain = call("aten._flash_attention_forward.default", *arguments, outputs=(batch,))
     assert cost_of(plain).matmul_flops == 4 * 2 * 4 * 128 * 128 * 64  # type: ignore[union-attr]
 
 

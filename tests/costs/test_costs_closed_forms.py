@@ -71,7 +71,11 @@ def test_dense_layers_reach_a_work_ratio_of_two_within_the_bound_of_four() -> No
         x = torch.empty(128, 64, requires_grad=True)
 
     def matmuls(backward: bool) -> int:
-        run = (lambda: torch.autograd.backward(model(x), torch.empty(128, 64, device="meta"))) if backward else (lambda: model(x))
+        run = (
+            (lambda: torch.autograd.backward(model(x), torch.empty(128, 64, device="meta")))
+            if backward
+            else (lambda: model(x))
+        )
         return sum(cost.flops for one in calls_of(run) if (cost := cost_of(one)) and cost.family == "matmul")
 
     forward = matmuls(False)

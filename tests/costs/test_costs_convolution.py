@@ -26,7 +26,9 @@ def run(module: torch.nn.Module, x: torch.Tensor) -> tuple[Cost, Cost]:
     return cost(forward), cost(backward)
 
 
-@pytest.mark.parametrize(("groups", "stride", "padding", "transposed"), list(combinations((1, 2, 4), (1, 2), (0, 1), (False, True))))
+@pytest.mark.parametrize(
+    ("groups", "stride", "padding", "transposed"), list(combinations((1, 2, 4), (1, 2), (0, 1), (False, True)))
+)
 def test_every_gradient_costs_as_many_products_as_the_forward_pass(
     groups: int, stride: int, padding: int, transposed: bool
 ) -> None:

@@ -22,7 +22,9 @@ def cost(one: Call) -> Cost:
 
 def test_a_transcendental_is_one_flop_an_element() -> None:
     for name in ("exp", "tanh", "sqrt", "relu", "neg"):
-        assert cost(call(f"aten.{name}.default", X, outputs=(X,))) == Cost("elementwise", N, 4 * N, 4 * N, elementwise=True)
+        assert cost(call(f"aten.{name}.default", X, outputs=(X,))) == Cost(
+            "elementwise", N, 4 * N, 4 * N, elementwise=True
+        )
 
 
 def test_broadcast_operands_are_read_once() -> None:
@@ -80,7 +82,12 @@ def test_a_cast_reads_one_width_and_writes_the_other() -> None:
 def test_native_dropout_writes_a_one_byte_mask_and_its_backward_reads_it() -> None:
     mask = meta((6, 8), "bool")
     forward = cost(call("aten.native_dropout.default", X, 0.1, True, outputs=(X, mask)))
-    assert (forward.family, forward.flops, forward.bytes_read, forward.bytes_written) == ("dropout", 3 * N, 4 * N, 5 * N)
+    assert (forward.family, forward.flops, forward.bytes_read, forward.bytes_written) == (
+        "dropout",
+        3 * N,
+        4 * N,
+        5 * N,
+    )
     backward = cost(call("aten.native_dropout_backward.default", X, mask, 1.1, outputs=(X,)))
     assert (backward.flops, backward.bytes_read, backward.bytes_written) == (2 * N, 5 * N, 4 * N)
 
@@ -109,7 +116,10 @@ def test_list_operators_do_what_the_plain_ones_do_to_every_tensor() -> None:
     plain = [cost(call("aten.mul_.Tensor", t, t, outputs=(t,))) for t in (a, b)]
     listed = cost(call("aten._foreach_mul_.List", (a, b), (a, b)))
     assert listed.flops == sum(one.flops for one in plain) == 30
-    assert (listed.bytes_read, listed.bytes_written) == (sum(c.bytes_read for c in plain), sum(c.bytes_written for c in plain))
+    assert (listed.bytes_read, listed.bytes_written) == (
+        sum(c.bytes_read for c in plain),
+        sum(c.bytes_written for c in plain),
+    )
 
 
 def test_foreach_and_fused_adamw_differ_in_bytes_and_little_in_flops() -> None:
@@ -132,7 +142,15 @@ def test_foreach_and_fused_adamw_differ_in_bytes_and_little_in_flops() -> None:
 
 def test_fused_adamw_with_a_gradient_scale_also_writes_the_gradients() -> None:
     lists = [(X,), (X,), (X,), (X,), (), (meta(()),)]
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    options = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "amsgrad": False,
+        "maximize": False,
+    }
     plain = cost(call("aten._fused_adamw_.default", *lists, **options))
     scaled = cost(call("aten._fused_adamw_.default", *lists, **options, grad_scale=meta(()), found_inf=meta(())))
     assert plain.flops == 13 * N
