@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from costs_recorder import Recorder, record
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rooftile.capture.trace import Trace
 from rooftile.costs import trace_costs
@@ -208,14 +210,63 @@ def test_fusion_never_moves_more_and_saves_in_a_training_step(foreach: bool) -> 
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_every_group_can_run_as_one_kernel(foreach: bool) -> None:
-    """Contract every group to one node: the dependencies of the step must stay free of cycles."""
-    trace = training_step(foreach)
+def test_every_group_of_a_training_step_can_run_as_one_kernel(foreach: bool) -> None:
+    _assert_runs_as_kernels(training_step(foreach))
+
+
+def test_an_elementwise_operator_of_another_layout_keeps_its_neighbours_apart() -> None:
+    kept: list[torch.Tensor] = []
+    a = torch.empty(10, 10, device="meta")
+
+    def through_a_transpose() -> torch.Tensor:
+        start = a.exp()
+        return start + start.t().neg().t().contiguous()  # element (i, j) needs element (j, i)
+
+    trace, _ = fusion_of(lambda: keep(through_a_transpose(), kept))
+    _assert_runs_as_kernels(trace)
+
+
+STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "exp": lambda a, b: a.exp(),
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "mm": lambda a, b: a @ b,
+    "transposed": lambda a, b: a.t() + b,
+    "add_": lambda a, b: a.add_(b),
+    "copy_": lambda a, b: a.copy_(b),
+    "row_": lambda a, b: a[0].mul_(2),
+    "half_": lambda a, b: a[:5].add_(b[5:]),
+    "sum": lambda a, b: a + b.sum(),
+    "cast": lambda a, b: a.half().float(),
+}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=25)
+)
+def test_the_groups_of_any_program_can_run_as_kernels_and_never_move_more(program: list[tuple[str, int, int]]) -> None:
+    live = [torch.empty(10, 10, device="meta") for _ in range(3)]
+
+    def run() -> None:
+        for name, i, j in program:
+            result = STEPS[name](live[i % len(live)], live[j % len(live)])
+            if result.shape == (10, 10):
+                live.append(result)
+                del live[:-6]
+
+    trace = record(run)
     costs = trace_costs(trace)
     fusion = fuse(trace, costs)
-    assert fusion.groups
+    assert all(group.bytes_fused <= group.bytes_unfused for group in fusion.groups)
+    _assert_runs_as_kernels(trace)
+
+
+def _assert_runs_as_kernels(trace: Trace) -> None:
+    """Contract every group to one node: the dependencies of the step must stay free of cycles."""
+    costs = trace_costs(trace)
     node = list(range(len(trace.ops)))
-    for group in fusion.groups:
+    for group in fuse(trace, costs).groups:
         for index in group.ops:
             node[index] = group.ops[0]
     edges: dict[int, set[int]] = {}
@@ -224,16 +275,17 @@ def test_every_group_can_run_as_one_kernel(foreach: bool) -> None:
     for index, (op, cost) in enumerate(zip(trace.ops, costs, strict=True)):
         if cost and cost.family == "view":
             continue
+        read = {op.inputs[at] for at in read_positions(op.call)}
         wrote = {op.inputs[at] for at in mutated_positions(op.call)} | set(op.outputs)
-        for storage in {op.inputs[at] for at in read_positions(op.call)} | wrote:
+        for storage in read | wrote:
             if storage in writer:
                 edges.setdefault(node[writer[storage]], set()).add(node[index])
         for storage in wrote:
             for reader in readers.pop(storage, []):
                 edges.setdefault(node[reader], set()).add(node[index])
             writer[storage] = index
-        for at in read_positions(op.call):
-            readers.setdefault(op.inputs[at], []).append(index)
+        for storage in read:
+            readers.setdefault(storage, []).append(index)
     _assert_acyclic({a: {b for b in bs if b != a} for a, bs in edges.items()})
 
 
