@@ -155,7 +155,11 @@ def test_impossible_sizes_are_refused(bad: tuple[int, int, int, int]) -> None:
 def test_a_frozen_base_has_no_weight_gradient() -> None:
     def flops(train_base: bool) -> int:
         with torch.device("meta"):
-            base, down, up = torch.nn.Linear(64, 64, False), torch.nn.Linear(64, 4, False), torch.nn.Linear(4, 64, False)
+            base, down, up = (
+                torch.nn.Linear(64, 64, False),
+                torch.nn.Linear(64, 4, False),
+                torch.nn.Linear(4, 64, False),
+            )
             base.requires_grad_(train_base)
             x = torch.empty(8, 64, requires_grad=True)
         run = calls_of(lambda: (base(x) + up(down(x))).sum().backward())

@@ -40,12 +40,18 @@ def embedding_bag(call: Call) -> Cost:
     return Cost("embedding", (1 + weighted) * gathered, read, total_bytes(call.outputs))
 
 
-@formula("aten._embedding_bag_dense_backward")
+#: name -> position of the mode; the weights per sample stand ``shift`` places after it.
+_BAG_BACKWARD = {"aten._embedding_bag_dense_backward": (7, 1), "aten._embedding_bag_backward": (8, 2)}
+
+
+@formula(*_BAG_BACKWARD)
 def embedding_bag_backward(call: Call) -> Cost:
     """Each bag's gradient is added to the rows of its samples: 1 per gathered element, 2 with weights or for a mean."""
     grad, indices = tensor(call, 0, "grad"), tensor(call, 1, "indices")
-    weighted = isinstance(call.argument(8, "per_sample_weights"), TensorMeta) or call.argument(7, "mode", 0) == 1
-    flops = (1 + weighted) * indices.numel * grad.shape[-1]
+    mode_at, shift = _BAG_BACKWARD[call.operator.rsplit(".", 1)[0]]
+    weighted = isinstance(call.argument(mode_at + shift, "per_sample_weights"), TensorMeta)
+    scaled = weighted or call.argument(mode_at, "mode", 0) == 1
+    flops = (1 + scaled) * indices.numel * grad.shape[-1]
     return Cost("embedding", flops, total_bytes(reads(call)), total_bytes(call.outputs))
 
 
