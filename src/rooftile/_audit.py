@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rooftile.capture import CaptureOptions, Step, capture, load_target
+from rooftile.capture.step import StepPhase
 from rooftile.capture.trace import Trace
 from rooftile.costs import Cost, trace_costs
 from rooftile.costs.fusion import fuse
@@ -37,7 +38,7 @@ def audit(
     *,
     batch: int | None = None,
     seq: int | None = None,
-    phase: str | None = None,
+    phase: StepPhase | None = None,
     kv_dtype: str | None = None,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
@@ -161,7 +162,7 @@ def _capture_options(options: dict[str, Any]) -> CaptureOptions:
 
 
 def _step(
-    step: Step | str, batch: int | None, seq: int | None, phase: str | None
+    step: Step | str, batch: int | None, seq: int | None, phase: StepPhase | None
 ) -> tuple[Step, Callable[[int], Step] | None]:
     """The step, and how to build it for another batch where that is possible."""
     if isinstance(step, str):

@@ -16,7 +16,9 @@ def unknown_name(kind: str, name: str, known: Sequence[str], *, see: str = "") -
     ``kind`` is what the table holds ("device"), ``see`` an optional last clause that says where to look.
     """
     # A prefix is a near match however long the rest is: "h100" means one of h100-sxm, h100-pcie, h100-nvl.
-    near = [other for other in known if name and other.startswith(name.lower())]
-    near += [m for m in difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5) if m not in near]
+    spelled = {other.lower(): other for other in known}
+    near = [other for lower, other in spelled.items() if name and lower.startswith(name.lower())]
+    close = difflib.get_close_matches(name.lower(), list(spelled), n=4, cutoff=0.5)
+    near += [spelled[match] for match in close if spelled[match] not in near]
     listed = f"near matches: {', '.join(near)}" if near else f"known: {', '.join(known)}"
     return UsageError(f"unknown {kind} {name!r}; {listed}{'; ' + see if see else ''}")

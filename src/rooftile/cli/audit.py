@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,6 +11,7 @@ from rooftile.cli.options import DeviceFileOption, DeviceOption, JsonOption, com
 from rooftile.cli.output import STDOUT, check_writable, progress, write_file
 
 if TYPE_CHECKING:
+    from rooftile.capture.step import StepPhase
     from rooftile.report import Report
 
 __all__ = ["register"]
@@ -36,9 +37,7 @@ Optimizer = Annotated[
     typer.Option(metavar="NAME", help="adamw, adamw-foreach, adamw-fused, adamw-loop, sgd or none."),
 ]
 Checkpoint = Annotated[str | None, typer.Option(metavar="WHAT", help="none or blocks.")]
-MicroBatches = Annotated[
-    int | None, typer.Option("--micro-batches", metavar="N", help="Accumulated before the update.")
-]
+MicroBatches = Annotated[int | None, typer.Option("--micro-batches", metavar="N", help="Before each update.")]
 Attention = Annotated[str | None, typer.Option(metavar="PATH", help="auto, tiled or materialized.")]
 KvDtype = Annotated[
     str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="fp32, fp16, bf16, fp8 or int8; default: as computed.")
@@ -76,7 +75,7 @@ def audit(
     json: JsonOption = None,
     save_trace: SaveTrace = None,
 ) -> int:
-    """Read a step before renting the machine: what it computes, what it moves, what bounds it, how much memory and when.
+    """Read a step on a device: what it computes, what it moves, what bounds it, how much memory it takes and when.
 
     No accelerator, no weights and no data are needed.
     """
@@ -101,7 +100,7 @@ def audit(
         from rooftile._audit import audit as run_audit
 
         report = run_audit(
-            target, chosen, batch=batch, seq=seq, phase=phase, kv_dtype=kv_dtype,
+            target, chosen, batch=batch, seq=seq, phase=cast("StepPhase | None", phase), kv_dtype=kv_dtype,
             select=_words(select), ignore=_words(ignore), progress=say, **options,
         )  # fmt: skip
     _write(report, json, save_trace)

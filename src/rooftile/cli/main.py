@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import devices
+from rooftile.cli import audit, devices, explain, show
 from rooftile.errors import RooftileError
 
 __all__ = ["app", "main", "run"]
 
 #: Each has ``register(app)``.
-VERBS = (devices,)
+VERBS = (audit, show, explain, devices)
 
 INTERRUPTED = 130  # 128 + SIGINT, what shells give
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rooftile.capture.trace import ITEMSIZE, Op, TensorMeta, Trace
 from rooftile.ledgers.materialized import MaterializedAttention, operator_name
+from rooftile.ledgers.stretched import stretched_copies
 
 __all__ = ["KV_DTYPES", "KvCacheLedger", "kv_cache"]
 
@@ -22,10 +23,6 @@ KV_DTYPES = {
     "fp8": "float8_e4m3fn",
     "int8": "int8",
 }
-
-_COPIES = frozenset({"clone", "copy", "copy_", "_to_copy", "contiguous", "repeat"})
-#: Operators whose result has the elements of their first input, moved or scaled: a K stays the same K through them.
-_CARRIERS = frozenset({"mul", "div", "_unsafe_view", "view", "transpose", "alias", "detach"}) | _COPIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,9 @@ class _Layer:
 def kv_cache(
     trace: Trace, attention: Sequence[MaterializedAttention] = (), kv_dtype: str | None = None
 ) -> KvCacheLedger:
-    """The KV cache of the model in this trace. ``kv_dtype`` is a name of :data:`KV_DTYPES`, None: as computed."""
+    """The KV cache of the model in this trace. ``kv_dtype`` is a name of :data:`KV_DTYPES`, None: the compute dtype."""
     seen, layers, assumed = 0, [], False
-    producers = _copies_that_stretch(trace.ops)
+    producers = stretched_copies(trace.ops)
     for op in _first_calls(trace.ops):
         seen += 1
         if _is_causal(op, trace):
@@ -79,12 +76,13 @@ def kv_cache(
                 assumed = True
     if not layers:
         return _none("no attention was observed" if not seen else "no causal attention: nothing is generated from it")
-    return _ledger(layers, kv_dtype, assumed)
+    dtype = KV_DTYPES[kv_dtype] if kv_dtype else trace.settings.get("compute_dtype")
+    return _ledger(layers, dtype, assumed)
 
 
-def _ledger(layers: list[_Layer], kv_dtype: str | None, assumed: bool) -> KvCacheLedger:
-    dtypes = {layer.dtype for layer in layers}
-    dtype = KV_DTYPES[kv_dtype] if kv_dtype else max(dtypes, key=lambda d: ITEMSIZE[d])
+def _ledger(layers: list[_Layer], dtype: str | None, assumed: bool) -> KvCacheLedger:
+    # A materialised path may have widened K before its product; what the model computes in says more.
+    dtype = dtype or max({layer.dtype for layer in layers}, key=lambda name: ITEMSIZE[name])
     per_token = sum(layer.elements for layer in layers) * ITEMSIZE[dtype]
     heads, dims = {layer.heads for layer in layers}, {layer.head_dim for layer in layers}
     batch, tokens = max(layer.batch for layer in layers), max(layer.tokens for layer in layers)
@@ -175,23 +173,3 @@ def _stretch(source: TensorMeta | None) -> int:
         if step == 0:
             repeats *= size
     return repeats
-
-
-def _copies_that_stretch(ops: Sequence[Op]) -> dict[int, TensorMeta]:
-    """Storages filled by copying an expanded input (or by carrying such a copy on), with that input."""
-    found: dict[int, TensorMeta] = {}
-    for op in ops:
-        if op.phase != "forward" or not op.inputs or not op.outputs:
-            continue
-        name = operator_name(op.call.operator)
-        if name not in _CARRIERS:
-            continue
-        source = op.call.inputs[1] if name == "copy_" and len(op.inputs) > 1 else op.call.inputs[0]
-        origin = op.inputs[1] if name == "copy_" and len(op.inputs) > 1 else op.inputs[0]
-        if name in _COPIES and any(
-            step == 0 and size > 1 for size, step in zip(source.shape[1:], source.stride[1:], strict=True)
-        ):
-            found[op.outputs[0]] = source
-        elif origin in found and op.outputs[0] != origin and source.numel == op.call.outputs[0].numel:
-            found[op.outputs[0]] = found[origin]
-    return found

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rooftile.capture.trace import ROLES, Op, TensorMeta, Trace
+from rooftile.costs.operands import mutated_positions
 from rooftile.costs.record import Cost
 from rooftile.ledgers.materialized import operator_name
 
@@ -115,31 +116,38 @@ def _roles(trace: Trace) -> tuple[RolePrecision, ...]:
 def _families(
     trace: Trace, costs: Sequence[Cost | None], accumulate: dict[str, str], device_class: str
 ) -> tuple[FamilyContract, ...]:
-    operands: dict[str, set[str]] = {}
-    results: dict[str, set[str]] = {}
+    # Matrix families have a row for each dtype that their products read: the contract depends on it.
+    operands: dict[tuple[str, str], set[str]] = {}
+    results: dict[tuple[str, str], set[str]] = {}
     seen: set[int] = set()  # equal layers share their Calls: look at each once
     for op, cost in zip(trace.ops, costs, strict=True):
         if cost is None or cost.family in _NO_ARITHMETIC or id(op.call) in seen:
             continue
         seen.add(id(op.call))
-        operands.setdefault(cost.family, set()).update(_floating(op.call.inputs))
-        results.setdefault(cost.family, set()).update(_floating(op.call.outputs))
+        key = (cost.family, cost.roof_dtype if cost.family in _MATRIX else "")
+        operands.setdefault(key, set()).update(_floating(op.call.inputs))
+        written = (*op.call.outputs, *(op.call.inputs[at] for at in mutated_positions(op.call)))
+        results.setdefault(key, set()).update(_floating(written))
     return tuple(
-        _contract(family, operands[family], results[family], accumulate, device_class)
-        for family in operands
-        if operands[family]
+        _contract(family, product, operands[family, product], results[family, product], accumulate, device_class)
+        for family, product in operands
+        if operands[family, product]
     )
 
 
 def _contract(
-    family: str, operands: set[str], results: set[str], accumulate: dict[str, str], device_class: str
+    family: str,
+    product: str,
+    operands: set[str],
+    results: set[str],
+    accumulate: dict[str, str],
+    device_class: str,
 ) -> FamilyContract:
+    """``product`` is the dtype that a matrix product reads; other operands (statistics, a bias) may be wider."""
     storage = Slot(_names(operands), "observed")
     output = Slot(_names(results), "observed") if results else UNKNOWN
     if family in _MATRIX:
-        return FamilyContract(
-            family, storage, _product(operands, accumulate), _accumulator(operands, accumulate), output
-        )
+        return FamilyContract(family, storage, _product(product, accumulate), _accumulator(product, accumulate), output)
     if device_class == "cuda" and operands <= {"float16", "bfloat16", "float32"}:
         # CUDA's vector kernels load 16-bit numbers, compute and reduce in fp32 and round once at the store.
         inside = Slot("float32", "assumed")
@@ -147,20 +155,18 @@ def _contract(
     return FamilyContract(family, storage, UNKNOWN, UNKNOWN, output)
 
 
-def _accumulator(operands: set[str], accumulate: dict[str, str]) -> Slot:
-    """From the device's table, keyed by the inputs' dtype; unknown as soon as one of them isn't there."""
-    if not operands or any(dtype not in accumulate for dtype in operands):
-        return UNKNOWN
-    return Slot(_names({accumulate[dtype] for dtype in operands}), "derived")
+def _accumulator(dtype: str, accumulate: dict[str, str]) -> Slot:
+    """From the device's table, keyed by the inputs' dtype; unknown where it isn't there."""
+    return Slot(accumulate[dtype], "derived") if dtype in accumulate else UNKNOWN
 
 
-def _product(operands: set[str], accumulate: dict[str, str]) -> Slot:
+def _product(dtype: str, accumulate: dict[str, str]) -> Slot:
     """Exact where twice the significand of the operands fits the accumulator's."""
-    if any(dtype not in accumulate or dtype not in _SIGNIFICAND for dtype in operands):
+    if dtype not in accumulate or dtype not in _SIGNIFICAND:
         return UNKNOWN
-    if all(2 * _SIGNIFICAND[dtype] <= _SIGNIFICAND.get(accumulate[dtype], 0) for dtype in operands):
+    if 2 * _SIGNIFICAND[dtype] <= _SIGNIFICAND.get(accumulate[dtype], 0):
         return Slot("exact", "derived")
-    return Slot(_names({accumulate[dtype] for dtype in operands}), "derived")
+    return Slot(accumulate[dtype], "derived")
 
 
 def _floating(metas: Sequence[TensorMeta]) -> set[str]:

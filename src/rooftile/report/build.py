@@ -101,7 +101,7 @@ def _params(trace: Trace, memory: MemoryLedger) -> dict[str, Any]:
 
 
 def _flops(trace: Trace, costs: Sequence[Cost | None], lower_bound: bool) -> dict[str, Any]:
-    by_phase = dict.fromkeys(PHASES, 0)
+    by_phase: dict[str, int] = dict.fromkeys(PHASES, 0)
     matmul = dense = 0
     for op, cost in zip(trace.ops, costs, strict=True):
         if cost is not None:

@@ -108,7 +108,8 @@ def _states_and_fit(memory: Section) -> Iterable[Text]:
     states = memory.states
     names = ("weights", "buffers", "gradients", "master_weights", "optimizer_state")
     parts = [f"{name.replace('_', ' ')} {units.gb(states[name])}" for name in names if states[name]]
-    yield Text.assemble(("states ", "bold"), f"{' + '.join(parts) or 'none'} = {units.gb_gib(states.total)}")
+    total = f" = {units.gb_gib(states.total)}" if len(parts) > 1 else ""
+    yield Text.assemble(("states ", "bold"), f"{' + '.join(parts) or 'none'}{total}")
     peaks = " · ".join(f"{phase} {units.gb(nbytes)}" for phase, nbytes in memory.phase_peaks.items())
     yield Text.assemble(("peak by phase ", "bold"), peaks or "no ops")
     context = "unknown" if memory.context_bytes is None else units.gb(memory.context_bytes)

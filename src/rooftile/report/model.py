@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str | bytes, source: str = "the report") -> Report:
+    def from_json(cls, text: str | builtins.bytes, source: str = "the report") -> Report:
         """The report of a JSON document. UsageError, which names ``source``, where it is not one that can be read."""
         try:
             document = json.loads(text)
@@ -102,14 +102,9 @@ def _check_schema(document: Any, source: str) -> None:
     if schema == SCHEMA:
         return
     family, _, version = str(schema).partition("/")
-    if family == _FAMILY and version.isdigit() and _number(version) > _number(_VERSION):
+    if family == _FAMILY and version.isdecimal() and float(version) > float(_VERSION):
         raise UsageError(
             f"{source} has schema {schema}, newer than {SCHEMA}, the newest this release reads; upgrade it"
         )
     said = f"its schema is {schema!r}" if schema is not None else "it names no schema"
     raise UsageError(f"{source} is no rooftile audit ({said}); give a file written by `rooftile audit --json`")
-
-
-def _number(version: str) -> float:
-    """A version as a number; one of absurd length is simply newer."""
-    return float(version) if len(version) < 300 else math.inf

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -44,7 +45,17 @@ def render(report: Report, output: Console, *, saved_as: str | None = None) -> N
         _next(report, saved_as),
     ):
         for item in block:
-            output.print(item, width=min(WIDTH, output.width))
+            _print(item, output)
+
+
+def _print(item: Text | Table, output: Console) -> None:
+    """Without the spaces that a table pads its lines with: they would be noise in a file or a diff."""
+    for line in output.render_lines(item, output.options.update(width=min(WIDTH, output.width)), pad=False):
+        while line and not line[-1].text.strip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        output.print(Segments([*line, Segment.line()]), end="")
 
 
 def _header(report: Report) -> Iterable[Text]:
@@ -94,7 +105,7 @@ def _in_short(report: Report) -> Iterable[Table | Text]:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    ratio = f" · gradient/forward {flops.work_ratio:.2f} (≤ 5)" if flops.work_ratio else ""
+    ratio = f" · work ratio {flops.work_ratio:.2f} ≤ 5" if flops.work_ratio else ""
     per_token = f", {units.flops(flops.per_token)} a token" if flops.per_token else ""
     table.add_row(
         "computes",
@@ -106,7 +117,7 @@ def _in_short(report: Report) -> Iterable[Table | Text]:
     table.add_row(
         "moves",
         f"{at_least}{units.gb(moved.unfused)} unfused, {units.gb(moved.fused)} with elementwise chains fused "
-        f"(-{units.share(moved.fusion_removes, moved.unfused)})",
+        f"({units.share(moved.fusion_removes, moved.unfused)} less)",
     )
     compute = units.share(roof.compute_bound_s, roof.bound_s)
     table.add_row(
@@ -126,13 +137,14 @@ def _in_short(report: Report) -> Iterable[Table | Text]:
 
 
 def _memory_line(memory: Section) -> Text:
-    text = Text(f"peak {units.gb_gib(memory.peak_bytes)} at {memory.peak_at}")
+    text = Text(f"peak {units.gb_gib(memory.peak_bytes)}, ")
     if memory.fits is None:
-        return text.append("; whether it fits is unknown")
-    verdict = "fits" if memory.fits else "DOES NOT FIT"
-    text.append("; ")
-    text.append(verdict, style="green" if memory.fits else "bold red")
-    return text
+        text.append("fit unknown")
+    else:
+        text.append("fits" if memory.fits else "DOES NOT FIT", style="green" if memory.fits else "bold red")
+    operator = memory.peak_operator.removeprefix("aten.").removesuffix(".default")
+    where = [part for part in dict.fromkeys((memory.peak_phase, memory.peak_module, operator)) if part]
+    return text.append(f"; at {' · '.join(where) or 'its start'}")
 
 
 def _findings(report: Report) -> Iterable[Table | Text]:

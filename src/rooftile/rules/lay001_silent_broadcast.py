@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from rooftile._units import gb, plural
 from rooftile.capture.trace import Call, TensorMeta
 from rooftile.ledgers.materialized import operator_name
 from rooftile.ledgers.modules import module_group
+from rooftile.ledgers.stretched import stretched_copies
 from rooftile.rules.finding import Context, Finding, Rule
 
 __all__ = ["RULE"]
@@ -21,18 +25,32 @@ _BROADCASTING = frozenset(
 
 
 def _check(context: Context) -> list[Finding]:
-    places: dict[str, list[tuple[Call, tuple[int, ...]]]] = {}
+    places: dict[str, list[_Grown]] = {}
+    # A loss expands both sides first, and autocast then copies one in another dtype: the copy is as poor as its source.
+    copies = stretched_copies(context.trace.ops)
     for op in context.trace.ops:
         if op.phase == "forward" and operator_name(op.call.operator) in _BROADCASTING:
-            grown = grown_shape(op.call)
+            operands = tuple(
+                copies.get(storage, meta)
+                for meta, storage in zip(op.call.inputs, op.inputs, strict=True)
+                if "float" in meta.dtype and meta.shape
+            )
+            grown = grown_shape(operands)
             if grown is not None:
-                places.setdefault(op.module, []).append((op.call, grown))
-    return [_finding(module, calls) for module, calls in places.items()]
+                places.setdefault(op.module, []).append(_Grown(op.call, operands, grown))
+    return [_finding(module, grown) for module, grown in places.items()]
 
 
-def _finding(module: str, calls: list[tuple[Call, tuple[int, ...]]]) -> Finding:
-    call, grown = max(calls, key=lambda item: _count(item[1]))
-    floating = _floating(call)
+class _Grown(NamedTuple):
+    """A call, its floating-point operands as they were before any expand, and the shape that it works on."""
+
+    call: Call
+    operands: tuple[TensorMeta, ...]
+    shape: tuple[int, ...]
+
+
+def _finding(module: str, calls: list[_Grown]) -> Finding:
+    call, floating, grown = max(calls, key=lambda item: _count(item.shape))
     shapes = " with ".join(str(_unstretched(m)) for m in floating)
     nbytes = _count(grown) * floating[0].itemsize
     return Finding(
@@ -49,13 +67,12 @@ def _finding(module: str, calls: list[tuple[Call, tuple[int, ...]]]) -> Finding:
     )
 
 
-def grown_shape(call: Call) -> tuple[int, ...] | None:
+def grown_shape(metas: Sequence[TensorMeta]) -> tuple[int, ...] | None:
     """The broadcast shape where two inputs stretch each other, along equal sizes and without having been aligned.
 
     (B, 1) with (B,) gives (B, B). An outer product of different sizes, or of tensors that were both unsqueezed to the
     same rank, is meant; integers (position masks) are too.
     """
-    metas = _floating(call)
     if len(metas) < 2:
         return None
     rank = max(len(m.shape) for m in metas)
@@ -70,10 +87,6 @@ def grown_shape(call: Call) -> tuple[int, ...] | None:
     stretched = [{size for size, own in zip(grown, shape, strict=True) if own == 1 and size > 1} for shape in aligned]
     crossed = any(a & b for i, a in enumerate(stretched) for b in stretched[i + 1 :])
     return grown if crossed and (ranks_differ or expanded) else None
-
-
-def _floating(call: Call) -> list[TensorMeta]:
-    return [m for m in call.inputs if "float" in m.dtype and m.shape]
 
 
 def _unstretched(meta: TensorMeta) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ __all__ = ["RULE"]
 
 #: A finding needs logits that matter: this share of the peak.
 _SHARE_OF_PEAK = 0.02
+#: Outputs with fewer classes are no logits over a vocabulary.
+_VOCABULARY = 1000
 
 
 def _check(context: Context) -> list[Finding]:
@@ -50,9 +52,13 @@ def _check(context: Context) -> list[Finding]:
 
 
 def _logits(storages: Sequence[Storage]) -> Storage | None:
-    """The largest output of the model; None where the step has none."""
-    outputs = [s for s in storages if s.role == "logits_loss" and len(s.shape) >= 2]
+    """The largest output of the model over a vocabulary; None where it has none."""
+    outputs = [s for s in storages if s.role == "logits_loss" and s.name == "output" and _is_vocabulary(s.shape)]
     return max(outputs, key=_elements, default=None)
+
+
+def _is_vocabulary(shape: tuple[int, ...]) -> bool:
+    return len(shape) >= 2 and shape[-1] >= _VOCABULARY
 
 
 def _elements(storage: Storage) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rooftile._units import gb, plural, share
+from rooftile.costs.operands import mutated_positions
 from rooftile.rules.finding import Context, Finding, Rule, Saving
 
 __all__ = ["RULE"]
@@ -17,7 +18,12 @@ def _check(context: Context) -> list[Finding]:
     states = context.ledgers.memory.states
     if not updated or states.master_weights:
         return []
-    written = {sid for op in trace.ops if op.phase == "optimizer" for sid in op.outputs}
+    written = {
+        sid
+        for op in trace.ops
+        if op.phase == "optimizer"
+        for sid in (*op.outputs, *(op.inputs[at] for at in mutated_positions(op.call)))
+    }
     weights = [s for s in trace.storages if s.role == "parameter" and s.id in written and s.dtype in _SWALLOWED_BELOW]
     if not weights:
         return []

@@ -57,9 +57,14 @@ def matches(code: str, word: str) -> bool:
 
 
 def check_all(context: Context, rules: Sequence[Rule] | None = None) -> tuple[Finding, ...]:
-    """All findings, the gravest first, then in the order of their codes."""
+    """All findings, the gravest first, then those whose response saves most."""
     findings = [f for r in (all_rules() if rules is None else rules) for f in r.check(context)]
-    return tuple(sorted(findings, key=lambda f: (_SEVERITIES.index(f.severity), f.code)))
+    return tuple(sorted(findings, key=_weight))
+
+
+def _weight(finding: Finding) -> tuple[int, int, int, str]:
+    saving = finding.saving
+    return _SEVERITIES.index(finding.severity), -(saving.peak_bytes or 0), -(saving.moved_bytes or 0), finding.code
 
 
 def _checked(word: str) -> str:
