@@ -66,11 +66,11 @@ def test_a_builder_that_needs_real_values_is_called_without_meta(tmp_path: Path,
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("llama-3.1-8", "neither a zoo name.*did you mean llama-3.1-8b"),
-        ("nothing", "the zoo has gpt2"),
+        ("llama-3.1-8", "unknown target .*near matches: llama-3.1-8b.*file.py:function"),
+        ("nothing", "unknown target 'nothing'; known: gpt2"),
         ("missing.py:step", "there is no file 'missing.py'.*check the path"),
         ("no_such_package.sub:step", "no module 'no_such_package.sub'"),
-        ("{file}:stop", "has no function 'stop'; it has step"),
+        ("{file}:stop", "unknown function of .*'stop'; near matches: step"),
         ("{file}:number", "is a int, not a function"),
         ("{file}:model", "returned a Linear, not a rooftile.Step; return rooftile.Step"),
         ("{file}:needs", "needs the argument 'width'"),
@@ -169,7 +169,7 @@ def test_a_file_that_does_not_parse_names_the_line(tmp_path: Path):
         (lambda: Step(nn.Linear(1, 1), (), loss=3), "Step.loss is a int"),
         (lambda: Step(nn.Linear(1, 1), (), optimizer=3), "Step.optimizer is a int"),
         (lambda: Step(nn.Linear(1, 1), (), optimizer=torch.optim.SGD, phase="decode"), "leave it None for inference"),
-        (lambda: CaptureOptions(precision="bf16-mix"), "did you mean 'bf16-mixed'"),
+        (lambda: CaptureOptions(precision="bf16-mix"), "unknown precision 'bf16-mix'; near matches: bf16-mixed"),
         (lambda: CaptureOptions(micro_batches=0), "micro_batches is 0"),
     ],
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rooftile._names import unknown_name
 from rooftile.errors import UsageError
 
 __all__ = ["ATTENTION", "CHECKPOINT", "OPTIMIZERS", "PRECISIONS", "CaptureOptions"]
@@ -42,9 +42,7 @@ class CaptureOptions:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                near = difflib.get_close_matches(str(value), choices, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}{hint}")
+                raise unknown_name(name, str(value), choices)
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise UsageError(f"micro_batches is {self.micro_batches!r}; give a whole number of at least 1.")
 

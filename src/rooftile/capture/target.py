@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from rooftile import zoo
+from rooftile._names import unknown_name
 from rooftile.capture.failures import capture_error, user_frame
 from rooftile.capture.step import STEP_PHASES, Step, StepPhase
 from rooftile.errors import CaptureError, RooftileError, UsageError
@@ -41,11 +41,7 @@ def load_target(
         return zoo_step(target, batch=batch or 1, seq=seq, phase=phase or "train")
     module_name, colon, function_name = target.rpartition(":")
     if not colon or not function_name or not module_name:
-        near = difflib.get_close_matches(target, zoo.names(), n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the zoo has {', '.join(zoo.names())}."
-        raise UsageError(
-            f"target {target!r} is neither a zoo name nor file.py:function nor package.module:function; {hint}"
-        )
+        raise unknown_name("target", target, zoo.names(), see="or give file.py:function or package.module:function")
     function = _find_function(module_name, function_name)
     arguments = _accepted(function, target, {"batch": batch, "seq": seq, "phase": phase})
     step = _call(function, arguments)
@@ -73,9 +69,7 @@ def _find_function(module_name: str, function_name: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if function is None:
         functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        near = difflib.get_close_matches(function_name, functions, n=3) or functions[:5]
-        hint = f"it has {', '.join(near)}." if near else "it has no functions."
-        raise UsageError(f"{module_name} has no function {function_name!r}; {hint}")
+        raise unknown_name(f"function of {module_name}", function_name, functions)
     if not callable(function):
         raise UsageError(f"{function_name!r} in {module_name} is a {type(function).__name__}, not a function.")
     return function

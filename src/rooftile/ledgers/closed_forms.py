@@ -14,11 +14,9 @@ from rooftile.errors import UsageError
 __all__ = [
     "ActivationsEstimate",
     "KVCacheSize",
-    "ModelFlops",
     "States",
     "activations_estimate",
     "kv_cache_size",
-    "model_per_token",
     "states",
 ]
 
@@ -79,21 +77,6 @@ class KVCacheSize:
     total: int
     unit: str = "bytes"
     evidence: str = "derived"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFlops:
-    """Training FLOPs of one token: ``6 (N - embedding)`` for the weights, ``12 L h d_h S`` for dense attention."""
-
-    weights: int
-    attention: int
-    unit: str = "FLOP per token, forward and backward, without recomputation; a multiply and an add are two"
-    evidence: str = "derived"
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.weights + self.attention
 
 
 def states(
@@ -192,21 +175,6 @@ def kv_cache_size(layers: int, kv_heads: int, head_dim: int, tokens: int, batch:
         raise UsageError(f"tokens is {tokens}; it has to be 0 or more")
     per_token = 2 * layers * kv_heads * head_dim * itemsize
     return KVCacheSize(per_token, per_token * tokens * batch)
-
-
-def model_per_token(
-    *, params: int, embedding_params: int, layers: int, heads: int, head_dim: int, seq: int
-) -> ModelFlops:
-    """Training FLOPs per token as utilisation is quoted with: dense attention (not halved for causal masks).
-
-    ``embedding_params`` are those that are only looked up: an embedding that is tied to the head multiplies there, so
-    it is not one of them.
-    """
-    _positive(params=params, layers=layers, heads=heads, head_dim=head_dim, seq=seq)
-    if not 0 <= embedding_params <= params:
-        raise UsageError(f"embedding_params is {embedding_params}; it has to lie between 0 and params {params}")
-    # QK^T and PV are 2 S h d_h FLOPs each, a layer and token; backward doubles them: 3 x 2 x 2 = 12.
-    return ModelFlops(6 * (params - embedding_params), 12 * layers * heads * head_dim * seq)
 
 
 def _positive(**values: float) -> None:
