@@ -52,7 +52,7 @@ class _Grown(NamedTuple):
 def _finding(module: str, calls: list[_Grown]) -> Finding:
     call, floating, grown = max(calls, key=lambda item: _count(item.shape))
     shapes = " with ".join(str(_unstretched(m)) for m in floating)
-    nbytes = _count(grown) * floating[0].itemsize
+    nbytes = _count(grown) * max(m.itemsize for m in floating)
     return Finding(
         code=RULE.code,
         title=RULE.title,

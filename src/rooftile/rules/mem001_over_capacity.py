@@ -62,7 +62,7 @@ def _response(context: Context, fitting: list[_Change], best: _Change | None, vi
         ranks = -(-states // visible)
         parts.append(
             f"weights, gradients and optimizer state alone are {gb(states)}: "
-            f"shard them over more than {plural(ranks, 'rank')}, or combine changes"
+            f"shard them over at least {plural(ranks, 'rank')}, or combine changes"
         )
     else:
         parts.append("combine changes, or shard the states over several ranks")

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from rooftile import _audit, _units
+from rooftile.capture import Step
+from rooftile.report import Report
+from rooftile.report.memory_view import sparkline
+from rooftile.report.terminal import render
+
+
+def shown(report: Report, width: int = 100, colour: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, highlight=False, force_terminal=colour, color_system="256" if colour else None
+    )
+    render(report, console)
+    return out.getvalue()
+
+
+CASES = [
+    {"step": "gpt2"},
+    {"step": "gpt2", "attention": "materialized", "checkpoint": "blocks"},
+    {"step": "gpt2", "precision": "bf16", "micro_batches": 2},
+    {"step": "gpt2", "phase": "decode"},
+    {"step": "llama-3.1-8b", "batch": 2},
+    {"step": "llama-3.1-70b", "phase": "prefill", "seq": 4096},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_report_fits_100_columns_and_a_screen_and_a_half(case: dict[str, object]) -> None:
+    lines = shown(_audit.audit(**case)).splitlines()  # type: ignore[arg-type]
+    assert max(map(len, lines)) <= 100
+    assert len(lines) <= 90, "sixty lines a screen"
+    assert not any(line != line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_another_width_loses_nothing_but_layout(width: int) -> None:
+    text = shown(_audit.audit("gpt2", "h100-sxm", seq=64), width)
+    assert max(map(len, text.splitlines())) <= min(width, 100)
+    for word in ("computes", "moves", "bound", "memory", "FINDINGS", "Next:"):
+        assert word in text
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return _audit.audit("gpt2", "h100-sxm", seq=64)
+
+
+def test_the_four_answers_stand_before_everything_else(report: Report) -> None:
+    text = shown(report)
+    order = [
+        text.index(f"\n{word}")
+        for word in ("computes", "moves", "bound", "memory", "ROOFLINE", "PRECISION", "FINDINGS")
+    ]
+    assert order == sorted(order)
+    assert text.rstrip().splitlines()[-1].startswith("Next: rooftile explain ")
+
+
+def test_colour_adds_nothing_that_words_do_not_say(report: Report) -> None:
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown(report, colour=True)) == shown(report)
+
+
+def test_the_same_report_prints_the_same(report: Report) -> None:
+    assert shown(report) == shown(Report.from_json(report.to_json()))
+    assert shown(report) == shown(_audit.audit("gpt2", "h100-sxm", seq=64)), "no clock and no path is in the report"
+
+
+def test_a_known_step_is_no_lower_bound(report: Report) -> None:
+    assert report.coverage.unknown_ops == ()
+    assert not report.lower_bound
+    assert "≥" not in shown(report)
+
+
+@torch.library.custom_op("report_test::secret", mutates_args=())
+def secret(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@secret.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_unknown_operator_is_named_and_makes_lower_bounds() -> None:
+    class Secret(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return secret(x) @ x
+
+    report = _audit.audit(Step(Secret(), (torch.randn(8, 8),), phase="prefill"), "h100-sxm", precision="fp32")
+    assert report.coverage.unknown_ops == ("report_test.secret.default",)
+    assert report.coverage.ops < 1
+    assert report.coverage.flops < 1
+    assert report.coverage.bytes < 1
+    assert report.lower_bound
+    assert report.flops.lower_bound
+    assert report.bytes.lower_bound
+    text = shown(report)
+    for line in ("computes", "moves", "bound"):
+        assert re.search(rf"^{line} +≥ ", text, re.M), line
+    assert "report_test.secret.default (1x)" in text
+
+
+def test_a_dtype_without_a_published_roof_makes_the_bound_a_lower_bound() -> None:
+    report = _audit.audit("gpt2", "tpu-v4", seq=16, precision="bf16", attention="tiled")
+    assert report.lower_bound == bool(report.roofline.unknown_roofs)
+    if report.lower_bound:
+        assert "No peak is known" in shown(report)
+
+
+def test_bars_reach_the_top_at_the_peak_and_show_anything_above_zero() -> None:
+    top, bottom = sparkline([0, 1, 500, 1000], 1000, 2)
+    assert top == "   █"
+    assert bottom == " ▁██"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (999, "999.0 B"), (1_000, "1.000 kB"), (85_899_345_920, "85.90 GB"), (1.1e12, "1,100 GB")],
+)
+def test_bytes_are_decimal(value: float, text: str) -> None:
+    assert _units.gb(value).replace("999 B", "999.0 B").replace("1 kB", "1.000 kB") == text
+
+
+def test_capacity_is_spelled_both_ways() -> None:
+    assert _units.gb_gib(80 * 2**30) == "85.90 GB (80 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"), [(0, 5, "0 %"), (5, 5, "100 %"), (4.9999, 5, "> 99.9 %"), (1, 3, "33.3 %"), (1, 0, "–")]
+)
+def test_a_share_is_never_rounded_up_to_all(part: float, whole: float, text: str) -> None:
+    assert _units.share(part, whole) == text
