@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # -n 2: the suite is split over two worker processes.
 PYTEST_ARGS ?= -n 2
 
-.PHONY: audit test lint types contracts tests clean
+.PHONY: audit readme test lint types contracts tests clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ contracts: $(VENV)/.installed-test
 
 tests: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+readme: $(VENV)/.installed-test
+	$(BIN)/python tests/test_readme.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

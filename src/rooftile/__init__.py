@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rooftile._audit import audit
     from rooftile.capture import CaptureOptions, Step, Trace
     from rooftile.capture.trace_file import load_trace, save_trace
-    from rooftile.costs import flops, register_cost
+    from rooftile.costs import Cost, flops, register_cost
     from rooftile.errors import CaptureError, RooftileError, UnitError, UsageError
     from rooftile.report.model import Report
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "CaptureError": "rooftile.errors",
     "CaptureOptions": "rooftile.capture.options",
+    "Cost": "rooftile.costs",
     "Report": "rooftile.report.model",
     "RooftileError": "rooftile.errors",
     "Step": "rooftile.capture.step",
@@ -45,6 +46,7 @@ _PUBLIC = {
 __all__ = [
     "CaptureError",
     "CaptureOptions",
+    "Cost",
     "Report",
     "RooftileError",
     "Step",

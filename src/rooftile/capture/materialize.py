@@ -19,7 +19,16 @@ from rooftile.capture.options import CaptureOptions
 from rooftile.capture.step import Step
 from rooftile.errors import UsageError
 
-__all__ = ["KV_CACHE_ARGUMENTS", "compute_dtype", "copy_step", "resolve_precision", "state_dtype"]
+__all__ = [
+    "KV_CACHE_ARGUMENTS",
+    "autocast_dtype",
+    "compute_dtype",
+    "copy_step",
+    "held_tensors",
+    "resolve_precision",
+    "state_dtype",
+    "tensors_inside",
+]
 
 #: Input names that hold a KV cache.
 KV_CACHE_ARGUMENTS = ("kv_cache", "cache", "past_key_values")
@@ -119,6 +128,21 @@ def held_tensors(function: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
 
 
+def tensors_inside(value: Any) -> list[Tensor]:
+    """Tensors of a nested value; objects that torch's pytrees don't know are looked into two levels deep."""
+    return _tensors_inside(value, 2)
+
+
+def _tensors_inside(value: Any, levels: int) -> list[Tensor]:
+    found: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif levels and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            found += _tensors_inside(list(vars(leaf).values()), levels - 1)
+    return found
+
+
 def _copy_callable(function: Any, memo: dict[int, Any]) -> Any:
     """The callable with its tensors (and the model, if it holds it) exchanged for those of the copy."""
     if isinstance(function, types.FunctionType) and function.__closure__:
@@ -138,7 +162,10 @@ def _copy_inputs(inputs: Any, precision: str, model: nn.Module, device: str) -> 
     def convert(dtype: torch.dtype | None) -> Callable[[Any], Any]:
         def one(value: Any) -> Any:
             if not isinstance(value, Tensor):
-                return value
+                # An object that torch's pytrees don't know, such as a cache: a copy of its own, or a step that
+                # appends to it would change the next one.
+                inside = {id(t): _new_tensor(t, dtype, device) for t in tensors_inside(value)}
+                return copy.deepcopy(value, dict(inside)) if inside else value
             new = _new_tensor(value, dtype, device)
             return new.requires_grad_() if value.requires_grad else new
 

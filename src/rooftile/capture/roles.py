@@ -5,35 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from rooftile.capture.materialize import tensors_inside
 
 if TYPE_CHECKING:
     from rooftile.capture.recorder import Recorder
     from rooftile.capture.trace import Role
 
-__all__ = ["classifier", "output_tensors", "tag_outputs"]
-
-
-def output_tensors(value: Any) -> list[Tensor]:
-    """Tensors of a nested output or cache; objects that torch's pytrees don't know are looked into one level deep."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__"):
-            for item in tree_leaves(list(vars(leaf).values())):
-                if isinstance(item, Tensor):
-                    found.append(item)
-                elif hasattr(item, "__dict__"):  # a cache object that holds layer objects
-                    found += [t for t in tree_leaves(list(vars(item).values())) if isinstance(t, Tensor)]
-    return found
+__all__ = ["classifier", "tag_outputs"]
 
 
 def tag_outputs(recorder: Recorder, output: Any, phase: str) -> None:
     """The model's first output is its logits; whatever an inference step returns besides is its KV cache."""
-    tensors = output_tensors(output)
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors_inside(output)):
         cache = phase != "train" and index > 0
         recorder.tag(tensor, "kv_cache" if cache else "logits_loss", "kv_cache" if cache else "output")
 

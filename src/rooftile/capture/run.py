@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from rooftile.capture.materialize import (
     copy_step,
     held_tensors,
     resolve_precision,
+    tensors_inside,
 )
 from rooftile.capture.modules import ModuleTracker
 from rooftile.capture.options import CaptureOptions
@@ -29,7 +31,7 @@ from rooftile.capture.policy.optimizers import build_optimizer, initialise_state
 from rooftile.capture.policy.overrides import DevicePolicy
 from rooftile.capture.policy.workspaces import workspaces_of
 from rooftile.capture.recorder import Recorder
-from rooftile.capture.roles import classifier, output_tensors, tag_outputs
+from rooftile.capture.roles import classifier, tag_outputs
 from rooftile.capture.step import Step
 from rooftile.capture.trace import Trace
 from rooftile.errors import RooftileError, UsageError
@@ -90,8 +92,14 @@ def _tensors(mode: str) -> Iterator[str]:
         return
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield "cpu"
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it logs a traceback for what we turn into one sentence
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield "cpu"
+    finally:
+        log.setLevel(level)
 
 
 def _attempt(step: Step, device: Device, options: CaptureOptions, say: Progress, mode: str) -> Trace:
@@ -285,7 +293,7 @@ class _Runner:
         named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
         for name, value in named:
             role = "kv_cache" if name in KV_CACHE_ARGUMENTS else "input"
-            for tensor in output_tensors(value):
+            for tensor in tensors_inside(value):
                 self.recorder.tag(tensor, role, str(name))  # type: ignore[arg-type]
         # A loss that holds its targets in a closure or a functools.partial: inputs of the step as well.
         for tensor in held_tensors(self.step.loss):

@@ -1,4 +1,4 @@
-"""From what stands on the command line to a Step: a zoo name, ``file.py:function`` or ``package.module:function``."""
+"""From what stands on the command line to a Step: a zoo name, a function in a file or module, or a ``config.json``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,18 @@ def load_target(
             raise UsageError(f"{name} is {value}; give a whole number of at least 1.")
     if target in zoo.names():
         return zoo_step(target, batch=batch or 1, seq=seq, phase=phase or "train")
+    if target.endswith(".json"):
+        from rooftile.capture.hf import config_step
+
+        return config_step(Path(target), batch=batch or 1, seq=seq, phase=phase or "train")
     module_name, colon, function_name = target.rpartition(":")
     if not colon or not function_name or not module_name:
-        raise unknown_name("target", target, zoo.names(), see="or give file.py:function or package.module:function")
+        raise unknown_name(
+            "target",
+            target,
+            zoo.names(),
+            see="or give file.py:function, package.module:function or a Hugging Face config.json",
+        )
     function = _find_function(module_name, function_name)
     arguments = _accepted(function, target, {"batch": batch, "seq": seq, "phase": phase})
     step = _call(function, arguments)
