@@ -56,7 +56,7 @@ def embedding_bag_backward(call: Call) -> Cost:
 
 
 @formula(
-    *aten("index_select gather index _unsafe_index take take_along_dim masked_select _index_select"),
+    *aten("index_select gather index _unsafe_index take take_along_dim masked_select"),
     zero_reason="gather",
 )
 def gather(call: Call) -> Cost:
