@@ -9,7 +9,7 @@ from costs_recorder import Recorder, call, calls_of, meta
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from rooftile.capture.trace import TensorMeta
-from rooftile.costs import Cost, cost_of, trace_costs
+from rooftile.costs import Cost, attention, cost_of, trace_costs
 from rooftile.costs.attention_traffic import flash_traffic, score_matrix_bytes, tensor_sizes
 from rooftile.costs.tiles import visited_scores
 from rooftile.errors import UsageError
@@ -130,6 +130,26 @@ def test_packed_documents_are_unknown_because_their_lengths_are_data() -> None:
     )
     assert cost_of(packed) is None
     assert flash_kernel(128, 128, False).matmul_flops == 4 * 2 * 4 * 128 * 128 * 64  # type: ignore[union-attr]
+
+
+def schema(name: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.aten, name.removeprefix("aten.")).default._schema.arguments]
+
+
+@pytest.mark.parametrize(
+    "table", [attention._HEADS_FIRST_FORWARD, attention._HEADS_FIRST_BACKWARD, attention._ROWS_FIRST]
+)
+def test_every_option_stands_where_torchs_schema_has_it(table: dict[str, tuple[int | None, ...]]) -> None:
+    for name, (dropout, causal, bias, *lengths) in table.items():
+        if name.startswith("rooftile."):
+            continue
+        names = schema(name)
+        first = 1 if name.endswith("backward") else 0
+        assert names[first : first + 3] == ["query", "key", "value"]
+        assert names[dropout or 0] == "dropout_p"
+        assert names[causal or 0] in ("is_causal", "custom_mask_type")
+        assert bias is None or names[bias] in ("attn_bias", "bias")
+        assert all(names[at or 0] in ("cum_seq_q", "cu_seqlens_q") for at in lengths)
 
 
 def test_flash_attention_moves_4_38_gb_by_its_own_algorithm() -> None:

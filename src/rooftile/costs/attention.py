@@ -87,6 +87,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, TensorMeta)
 
 
+_QKV = ("query", "key", "value")
+
 # Where each operator keeps its options: name -> (position of dropout_p, of is_causal, of the bias). The first three
 # tensors are q, k, v; a backward operator has the gradient of the output before them. All in (B, H, L, D).
 _HEADS_FIRST_FORWARD: dict[str, tuple[int, int, int | None]] = {
@@ -124,7 +126,7 @@ def _name(call: Call) -> str:
 @formula(*_HEADS_FIRST_FORWARD)
 def forward(call: Call) -> Cost:
     """O and LSE from q, k, v in (B, H, L, D)."""
-    q, k, v = (tensor(call, position, "qkv"[position]) for position in range(3))
+    q, k, v = (tensor(call, position, _QKV[position]) for position in range(3))
     options = _options(call, _HEADS_FIRST_FORWARD[_name(call)])
     return _cost(call, _shape(q, k, v, heads_first=True), options, backward=False)
 
@@ -132,7 +134,7 @@ def forward(call: Call) -> Cost:
 @formula(*_HEADS_FIRST_BACKWARD)
 def backward(call: Call) -> Cost:
     """dQ, dK, dV (and the bias's gradient) from dO, q, k, v, O and LSE."""
-    q, k, v = (tensor(call, position + 1, "qkv"[position]) for position in range(3))
+    q, k, v = (tensor(call, position + 1, _QKV[position]) for position in range(3))
     options = _options(call, _HEADS_FIRST_BACKWARD[_name(call)])
     return _cost(call, _shape(q, k, v, heads_first=True), options, backward=True)
 
@@ -156,7 +158,7 @@ def rows_first(call: Call) -> Cost | None:
     packed = call.argument(lengths, "cum_seq_q")
     if _is_tensor(packed) and packed.numel > 0:
         return None
-    q, k, v = (tensor(call, position + is_backward, "qkv"[position]) for position in range(3))
+    q, k, v = (tensor(call, position + is_backward, _QKV[position]) for position in range(3))
     bias = call.argument(bias_at, "bias") if bias_at is not None else None
     shape = _shape(q, k, v, heads_first=False)
     # custom_mask_type of the efficient kernel: 0 none, 1 causal from the top left, 2 from the bottom right.
