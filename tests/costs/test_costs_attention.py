@@ -9,7 +9,7 @@ from costs_recorder import Recorder, call, calls_of, meta
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from rooftile.capture.trace import TensorMeta
-from rooftile.costs import Cost, cost_of, trace_costs
+from rooftile.costs import Cost, attention, cost_of, trace_costs
 from rooftile.costs.attention_traffic import flash_traffic, score_matrix_bytes, tensor_sizes
 from rooftile.costs.tiles import visited_scores
 from rooftile.errors import UsageError
@@ -18,10 +18,10 @@ FP16 = "float16"
 
 
 def tiled(b: int, h: int, hkv: int, lq: int, lk: int, d: int, dv: int, *, causal: bool = False,
-          window: int | None = None, bias: TensorMeta | None = None, dropout: float = 0.0) -> Cost:  # fmt: skip
+          bias: TensorMeta | None = None, dropout: float = 0.0) -> Cost:  # fmt: skip
     q, k, v = meta((b, h, lq, d), FP16), meta((b, hkv, lk, d), FP16), meta((b, hkv, lk, dv), FP16)
     out, lse = meta((b, h, lq, dv), FP16), meta((b, h, lq))
-    arguments = (q, k, v, bias, dropout, causal, d**-0.5, window)
+    arguments = (q, k, v, bias, dropout, causal, d**-0.5)
     found = cost_of(call("rooftile.tiled_attention.default", *arguments, outputs=(out, lse, meta((2,), "int64"))))
     assert found is not None
     return found
@@ -80,9 +80,26 @@ def test_causal_counts_visited_tiles_and_keeps_the_dense_count_beside_it() -> No
     assert causal.bytes == dense.bytes
 
 
+def flash_kernel(rows: int, keys: int, causal: bool, **window: int) -> Cost | None:
+    q, k = meta((2, rows, 4, 64), FP16), meta((2, keys, 4, 64), FP16)
+    arguments = (q, k, k, None, None, rows, keys, 0.0, causal, False)
+    return cost_of(call("aten._flash_attention_forward.default", *arguments, outputs=(q,), **window))
+
+
 def test_a_window_makes_the_work_linear_in_the_sequence() -> None:
-    short, long = (tiled(1, 1, 1, n, n, 64, 64, causal=True, window=256) for n in (4096, 8192))
+    short, long = (flash_kernel(n, n, True, window_size_left=255, window_size_right=0) for n in (4096, 8192))
+    assert short is not None
+    assert long is not None
     assert long.flops / short.flops == pytest.approx(2, rel=0.02)
+    # each tile of 128 rows sees its own keys and the 255 before its first: three tiles, after the first two
+    assert short.matmul_flops == 4 * 64 * (2 * 4) * 128 * 128 * (1 + 2 + 30 * 3)
+
+
+def test_a_window_or_an_alignment_without_a_tile_count_is_unknown() -> None:
+    assert flash_kernel(256, 256, False, window_size_left=64, window_size_right=64) is None
+    assert flash_kernel(256, 256, False, window_size_right=0) is None
+    assert flash_kernel(128, 256, True) is None
+    assert flash_kernel(128, 256, False, window_size_left=-1, window_size_right=-1) is not None
 
 
 def test_doubling_the_tokens_more_than_doubles_the_work() -> None:
@@ -112,10 +129,27 @@ def test_packed_documents_are_unknown_because_their_lengths_are_data() -> None:
         "aten._flash_attention_forward.default", q, q, q, lengths, lengths, 60, 60, 0.0, True, False, outputs=(q,)
     )
     assert cost_of(packed) is None
-    batch = meta((2, 128, 4, 64), FP16)
-    arguments = (batch, batch, batch, None, None, 128, 128, 0.0, False, False)
-    plain = call("aten._flash_attention_forward.default", *arguments, outputs=(batch,))
-    assert cost_of(plain).matmul_flops == 4 * 2 * 4 * 128 * 128 * 64  # type: ignore[union-attr]
+    assert flash_kernel(128, 128, False).matmul_flops == 4 * 2 * 4 * 128 * 128 * 64  # type: ignore[union-attr]
+
+
+def schema(name: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.aten, name.removeprefix("aten.")).default._schema.arguments]
+
+
+@pytest.mark.parametrize(
+    "table", [attention._HEADS_FIRST_FORWARD, attention._HEADS_FIRST_BACKWARD, attention._ROWS_FIRST]
+)
+def test_every_option_stands_where_torchs_schema_has_it(table: dict[str, tuple[int | None, ...]]) -> None:
+    for name, (dropout, causal, bias, *lengths) in table.items():
+        if name.startswith("rooftile."):
+            continue
+        names = schema(name)
+        first = 1 if name.endswith("backward") else 0
+        assert names[first : first + 3] == ["query", "key", "value"]
+        assert names[dropout or 0] == "dropout_p"
+        assert names[causal or 0] in ("is_causal", "custom_mask_type")
+        assert bias is None or names[bias] in ("attn_bias", "bias")
+        assert all(names[at or 0] in ("cum_seq_q", "cu_seqlens_q") for at in lengths)
 
 
 def test_flash_attention_moves_4_38_gb_by_its_own_algorithm() -> None:

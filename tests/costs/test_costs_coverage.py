@@ -11,7 +11,7 @@ import transformers
 from costs_recorder import Recorder, record
 
 from rooftile.capture.trace import Trace
-from rooftile.costs import trace_costs
+from rooftile.costs import known_operators, trace_costs
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 97,
          "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # fmt: skip
@@ -136,3 +136,13 @@ def test_every_fused_optimizer_is_counted(name: str) -> None:
     trace = record(optimizer.step)
     assert uncounted(trace) == set()
     assert any(op.operator.startswith("aten._fused") for op in trace.ops)
+
+
+def test_every_name_in_the_table_is_an_operator_of_the_installed_torch() -> None:
+    import torch.distributed._functional_collectives
+    import torch.distributed.fsdp
+
+    names = (name.split(".", 1) for name in sorted(known_operators()) if not name.startswith("rooftile."))
+    spaces = ((getattr(torch.ops, space), base) for space, base in names)
+    missing = [str(base) for ops, base in spaces if not hasattr(ops, base) and not hasattr(ops, base + "_")]
+    assert missing == []

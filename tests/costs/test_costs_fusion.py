@@ -311,8 +311,32 @@ def test_fifty_thousand_ops_are_fused_in_under_0_3_seconds() -> None:
     costs = trace_costs(long)
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.process_time()  # of this process alone: the machine may be busy with others
         fuse(long, costs)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_a_list_of_a_thousand_tensors_is_fused_in_linear_time() -> None:
+    def update(count: int) -> tuple[Trace, float]:
+        lists = [[torch.empty(4, device="meta") for _ in range(count)] for _ in range(3)]
+
+        def step() -> None:
+            for _ in range(8):
+                torch._foreach_mul_(lists[0], 0.5)
+                torch._foreach_add_(lists[0], lists[1])
+                torch._foreach_addcmul_(lists[2], lists[0], lists[1])
+
+        trace = record(step)
+        costs = trace_costs(trace)
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            fuse(trace, costs)
+            times.append(time.process_time() - start)
+        return trace, min(times)
+
+    (_, short), (trace, long) = update(250), update(2000)
+    assert long < 24 * short  # eight times the tensors; quadratic would be sixty-four
+    assert fuse(trace, trace_costs(trace)).groups

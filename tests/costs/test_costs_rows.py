@@ -154,6 +154,7 @@ def test_an_embedding_bag_adds_the_rows_that_it_gathers() -> None:
         ("aten.index_put_.default", (TABLE, (FIVE,), ROWS_5, True), (TABLE,), 360, 160, 40),
         ("aten.index_add_.default", (TABLE, 0, FIVE, ROWS_5), (TABLE,), 360, 160, 40),
         ("aten.scatter_.src", (TABLE, 0, PLACES, ROWS_5), (TABLE,), 480, 160, 0),
+        ("aten.put_.default", (TABLE, FIVE, meta((5,)), True), (TABLE,), 80, 20, 5),
         # out of place the target is copied
         ("aten.scatter_add.default", (SMALL, 0, PLACES, ROWS_5), (SMALL,), 3680, 3200, 40),
     ],

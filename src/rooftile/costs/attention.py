@@ -87,6 +87,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, TensorMeta)
 
 
+_QKV = ("query", "key", "value")
+
 # Where each operator keeps its options: name -> (position of dropout_p, of is_causal, of the bias). The first three
 # tensors are q, k, v; a backward operator has the gradient of the output before them. All in (B, H, L, D).
 _HEADS_FIRST_FORWARD: dict[str, tuple[int, int, int | None]] = {
@@ -107,14 +109,13 @@ _HEADS_FIRST_BACKWARD: dict[str, tuple[int, int, int | None]] = {
 }
 
 
-def _options(call: Call, positions: tuple[int, int, int | None], window: int | None) -> _Options:
+def _options(call: Call, positions: tuple[int, int, int | None]) -> _Options:
     dropout, causal, bias_at = positions
     bias = call.argument(bias_at, "attn_bias") if bias_at is not None else keyword(call, "attn_mask")
     return _Options(
         causal=bool(call.argument(causal, "is_causal", False)),
         bias=_is_tensor(bias) and bias.numel > 0,
         dropout=call.argument(dropout, "dropout_p", 0.0) > 0,
-        window=window,
     )
 
 
@@ -125,16 +126,16 @@ def _name(call: Call) -> str:
 @formula(*_HEADS_FIRST_FORWARD)
 def forward(call: Call) -> Cost:
     """O and LSE from q, k, v in (B, H, L, D)."""
-    q, k, v = (tensor(call, position, "qkv"[position]) for position in range(3))
-    options = _options(call, _HEADS_FIRST_FORWARD[_name(call)], None)
+    q, k, v = (tensor(call, position, _QKV[position]) for position in range(3))
+    options = _options(call, _HEADS_FIRST_FORWARD[_name(call)])
     return _cost(call, _shape(q, k, v, heads_first=True), options, backward=False)
 
 
 @formula(*_HEADS_FIRST_BACKWARD)
 def backward(call: Call) -> Cost:
     """dQ, dK, dV (and the bias's gradient) from dO, q, k, v, O and LSE."""
-    q, k, v = (tensor(call, position + 1, "qkv"[position]) for position in range(3))
-    options = _options(call, _HEADS_FIRST_BACKWARD[_name(call)], None)
+    q, k, v = (tensor(call, position + 1, _QKV[position]) for position in range(3))
+    options = _options(call, _HEADS_FIRST_BACKWARD[_name(call)])
     return _cost(call, _shape(q, k, v, heads_first=True), options, backward=True)
 
 
@@ -157,15 +158,22 @@ def rows_first(call: Call) -> Cost | None:
     packed = call.argument(lengths, "cum_seq_q")
     if _is_tensor(packed) and packed.numel > 0:
         return None
-    q, k, v = (tensor(call, position + is_backward, "qkv"[position]) for position in range(3))
-    left, right = keyword(call, "window_size_left"), keyword(call, "window_size_right")
-    if (left, right) not in ((None, None), (-1, -1)) or keyword(call, "window_size") is not None:
-        return None
+    q, k, v = (tensor(call, position + is_backward, _QKV[position]) for position in range(3))
     bias = call.argument(bias_at, "bias") if bias_at is not None else None
+    shape = _shape(q, k, v, heads_first=False)
     # custom_mask_type of the efficient kernel: 0 none, 1 causal from the top left, 2 from the bottom right.
     kind = int(call.argument(causal, "is_causal", 0))
-    shape = _shape(q, k, v, heads_first=False)
-    if kind == 2 and shape.lq != shape.lk:
-        return None
-    options = _Options(causal=kind > 0, bias=_is_tensor(bias), dropout=call.argument(dropout, "dropout_p", 0.0) > 0)
+    left, right = keyword(call, "window_size_left"), keyword(call, "window_size_right")
+    is_window = any(size is not None and size >= 0 for size in (left, right))
+    if keyword(call, "window_size") is not None or (is_window and (right or left is None or left < 0)):
+        return None  # a window that looks ahead, or has no left edge: no tile count for it
+    top_left = kind == 1 and "_efficient" in call.operator and not is_window
+    if (kind or is_window) and shape.lq != shape.lk and not top_left:
+        return None  # aligned at the bottom right, which the tile count is not
+    options = _Options(
+        causal=kind > 0,
+        bias=_is_tensor(bias),
+        dropout=call.argument(dropout, "dropout_p", 0.0) > 0,
+        window=left + 1 if is_window else None,  # left neighbours and the key itself
+    )
     return _cost(call, shape, options, backward=is_backward)

@@ -13,6 +13,7 @@ _FUNCTIONAL = (
     "all_reduce all_reduce_coalesced all_gather_into_tensor all_gather_into_tensor_out "
     "all_gather_into_tensor_coalesced reduce_scatter_tensor reduce_scatter_tensor_coalesced all_to_all_single broadcast"
 )
+_DIFFERENTIABLE = "all_gather_into_tensor reduce_scatter_tensor all_to_all_single"
 _PROCESS_GROUP = (
     "allreduce_ allreduce_coalesced_ allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
     "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ broadcast_ "
@@ -22,7 +23,7 @@ _PROCESS_GROUP = (
 
 @formula(
     *(f"_c10d_functional.{name}" for name in _FUNCTIONAL.split()),
-    *(f"_c10d_functional_autograd.{name}" for name in _FUNCTIONAL.split()),
+    *(f"_c10d_functional_autograd.{name}" for name in _DIFFERENTIABLE.split()),
     *(f"c10d.{name}" for name in _PROCESS_GROUP.split()),
     zero_reason="communication",
 )
@@ -32,7 +33,7 @@ def collective(call: Call) -> Cost:
 
 
 @formula(
-    "_c10d_functional.wait_tensor", "_c10d_functional_autograd.wait_tensor", "c10d.barrier", "c10d.monitored_barrier_",
+    "_c10d_functional.wait_tensor", "c10d.barrier", "c10d.monitored_barrier_",
     zero_reason="wait",
 )  # fmt: skip
 def wait(call: Call) -> Cost:  # noqa: ARG001

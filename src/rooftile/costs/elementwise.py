@@ -24,7 +24,11 @@ _ONE = (
     "maximum minimum fmax fmin eq ne lt le gt ge isnan isinf isfinite isposinf isneginf logical_and logical_or "
     "logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift "
     "where masked_fill clamp_min clamp_max threshold threshold_backward tril triu hypot copysign nan_to_num heaviside "
-    "special_erfcx i0 special_i1 special_ndtri polygamma angle conj_physical not_equal greater greater_equal "
+    "special_erfcx i0 special_i0e special_i1 special_i1e special_ndtri special_log_ndtr special_zeta special_airy_ai "
+    "special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_modified_bessel_i0 "
+    "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_spherical_bessel_j0 "
+    "igamma igammac mvlgamma frexp isin __ilshift__ __irshift__ _conj_physical polygamma angle "
+    "conj_physical not_equal greater greater_equal "
     "less less_equal gcd lcm nextafter ldexp __and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ "
     "deg2rad rad2deg"
 )
@@ -38,6 +42,9 @@ FLOPS_PER_ELEMENT: dict[str, int] = {
     "logaddexp2": 5,
     "xlogy": 2,  # x * log(y)
     "special_xlog1py": 2,
+    "special_entr": 3,  # -x * log(x)
+    "isclose": 5,  # |a - b| <= atol + rtol * |b|: subtract, product, add, compare; the two signs as one
+    "linalg_cross": 3,  # two products and a subtraction for each component
     "sinc": 3,  # sin(pi x) / (pi x)
     "logit": 3,  # log(x / (1 - x))
     # --- activations ---
@@ -122,7 +129,7 @@ def addcmul(call: Call) -> Cost:
     return elementwise_cost(call, 2 if _scalar(call, 3, "value") == 1 else 3)
 
 
-@formula("aten.clamp", "aten.clip", "aten._foreach_clamp")
+@formula("aten.clamp", "aten.clip")
 def clamp(call: Call) -> Cost:
     """One comparison for each bound that is given."""
     bounds = [call.argument(1, "min"), call.argument(2, "max")]

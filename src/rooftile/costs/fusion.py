@@ -86,12 +86,14 @@ def _plan(call: Call, cost: Cost | None, keys: dict[object, int]) -> _Plan | Non
     # The space that the kernel walks: one tensor's elements, or those of every tensor of a list.
     sizes = [operands[at].numel for at in write_at]
     is_list = base_name(call.operator).startswith(("_foreach", "_fused", "_amp_foreach"))
-    space = tuple(sizes) if is_list else max(sizes, default=0)
+    walked = tuple(sizes) if is_list else max(sizes, default=0)
+    space = keys.setdefault(walked, len(keys) + 1)  # by number: a list of a thousand sizes is hashed once
+    whole = set(sizes) if is_list else {walked}
 
     def operand(at: int) -> _Operand:
         meta = operands[at]
-        whole = meta.numel in sizes if is_list else meta.numel == space
-        key = keys.setdefault((space, _layout(meta)), len(keys) + 1) if whole and meta.distinct == meta.numel else None
+        stays = meta.numel in whole and meta.distinct == meta.numel
+        key = keys.setdefault((space, _layout(meta)), len(keys) + 1) if stays else None
         return at, bytes_of(meta), key
 
     # A shape donor (zeros_like) is an input that is not read.

@@ -61,6 +61,12 @@ def _grouped(call: Call) -> Gemm:
     return Gemm(batch, a.shape[-2], b.shape[-1], a.shape[-1], a.dtype, call.outputs[0].dtype)
 
 
+def _weight_only(call: Call) -> Gemm:
+    """(m, k) by a quantised (n, k)."""
+    a, b = tensor(call, 0, "self"), tensor(call, 1, "mat2")
+    return Gemm(1, a.shape[0], b.shape[0], a.shape[1], a.dtype, call.outputs[0].dtype)
+
+
 def _vector(m: int, n: int, k: int, call: Call) -> Gemm:
     dtype = call.inputs[0].dtype
     return Gemm(1, m, n, k, dtype, call.outputs[0].dtype if call.outputs else dtype)
@@ -87,6 +93,7 @@ _GEMMS: dict[str, Callable[[Call], Gemm]] = {
     "_int_mm": lambda call: _product(call, 0, ("self", "mat2"), batched=False),
     "_scaled_mm": lambda call: _product(call, 0, ("self", "mat2"), batched=False),
     "_scaled_mm_v2": lambda call: _product(call, 0, ("self", "mat2"), batched=False),
+    "_weight_int8pack_mm": _weight_only,
     "bmm": lambda call: _product(call, 0, ("self", "mat2"), batched=True),
     "addmm": lambda call: _product(call, 1, ("mat1", "mat2"), batched=False, c=tensor(call, 0, "self")),
     "_addmm_activation": lambda call: _product(call, 1, ("mat1", "mat2"), batched=False, c=tensor(call, 0, "self")),

@@ -56,7 +56,7 @@ def embedding_bag_backward(call: Call) -> Cost:
 
 
 @formula(
-    *aten("index_select gather index _unsafe_index take take_along_dim masked_select _index_select"),
+    *aten("index_select gather index _unsafe_index take take_along_dim masked_select"),
     zero_reason="gather",
 )
 def gather(call: Call) -> Cost:
@@ -83,7 +83,7 @@ def scatter(call: Call) -> Cost:
     """
     base = split_operator(call.operator)[1]
     name = base.rstrip("_") if base != "_index_put_impl_" else "_index_put_impl"
-    accumulate = bool(call.argument(3, "accumulate", False)) if "index_put" in name else False
+    accumulate = bool(call.argument(3, "accumulate", False)) if "put" in name else False
     reduce = call.argument(4, "reduce") if name == "scatter" else None
     combines = _COMBINES[name] or accumulate or reduce is not None
     target = call.inputs[0]
@@ -100,7 +100,7 @@ def scatter(call: Call) -> Cost:
 def _placed(call: Call, name: str, target: TensorMeta) -> int:
     """How many elements are placed: the values' or, where one value is spread, the indexed region's."""
     if name in ("scatter", "scatter_add", "scatter_reduce", "put"):
-        return tensor(call, 2 if name != "put" else 0, "index").numel
+        return tensor(call, 1 if name == "put" else 2, "index").numel
     if name in ("index_copy", "index_add", "index_reduce", "index_fill"):
         size = target.shape[call.args[1]] if target.shape else 1
         return target.numel // size * tensor(call, 2, "index").numel if size else 0

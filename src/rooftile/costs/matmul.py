@@ -11,7 +11,7 @@ from rooftile.costs.registry import aten, formula
 __all__: list[str] = []
 
 
-@formula(*aten("mm _int_mm bmm mv dot vdot outer ger"))
+@formula(*aten("mm _int_mm _weight_int8pack_mm bmm mv dot vdot outer ger"))
 def product(call: Call) -> Cost | None:
     """C = A B: for each of mn outputs k products and k additions; A and B read once, C written once."""
     if any(meta.layout != "strided" for meta in call.inputs):

@@ -42,7 +42,7 @@ def allocation(call: Call) -> Cost:  # noqa: ARG001
 @formula(
     *aten(
         "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full fill zero scalar_tensor eye arange "
-        "linspace logspace _foreach_zero _foreach_fill tril_indices triu_indices"
+        "linspace logspace _foreach_zero tril_indices triu_indices"
     ),
     zero_reason="fill",
 )
@@ -72,7 +72,10 @@ def random(call: Call) -> Cost:
     )
 
 
-@formula(*aten("_to_copy clone lift_fresh_copy copy _foreach_copy lift contiguous to type_as"), zero_reason="copy")
+@formula(
+    *aten("_to_copy clone lift_fresh_copy copy _foreach_copy _foreach_clone lift contiguous to type_as"),
+    zero_reason="copy",
+)
 def copy(call: Call) -> Cost:
     """Read once, written once; a change of dtype on the way costs nothing more (conversion units)."""
     source, target = reads(call), writes(call)
@@ -94,9 +97,10 @@ def copy(call: Call) -> Cost:
         "repeat_interleave channel_shuffle pixel_shuffle pixel_unshuffle native_channel_shuffle im2col diag_embed "
         "view_copy permute_copy transpose_copy t_copy expand_copy slice_copy select_copy unsqueeze_copy squeeze_copy "
         "split_copy split_with_sizes_copy unbind_copy as_strided_copy diagonal_copy alias_copy detach_copy unfold_copy "
-        "_reshape_copy _reshape_from_tensor _chunk_cat chunk_cat _pack_padded_sequence _nested_tensor_from_mask "
-        "_to_dense _pin_memory narrow_copy complex "
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d"
+        "_reshape_copy _reshape_from_tensor _chunk_cat _pack_padded_sequence _nested_tensor_from_mask "
+        "_to_dense _pin_memory narrow_copy complex _pack_padded_sequence_backward "
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+        "_upsample_nearest_exact2d _upsample_nearest_exact3d"
     ),
     "fsdp.all_gather_copy_in",
     "fsdp.split_with_sizes_copy",
@@ -109,10 +113,7 @@ def rearrange(call: Call) -> Cost:
 
 
 @formula(
-    *aten(
-        "slice_backward select_backward split_backward unfold_backward diagonal_backward "
-        "value_selecting_reduction_backward"
-    ),
+    *aten("slice_backward select_backward unfold_backward diagonal_backward value_selecting_reduction_backward"),
     zero_reason="copy",
 )
 def padded_copy(call: Call) -> Cost:

@@ -125,3 +125,21 @@ _SOFTMAX = {
 def softmax(call: Call) -> Cost:
     """One row at a time on chip: the input (or y and dy) read once, the result written once."""
     return _cost(call, _SOFTMAX[call.operator.split(".")[1]] * call.outputs[0].numel, "softmax")
+
+
+#: FLOPs per element of the pieces that synchronised batch norm and weight norm are made of.
+_PIECES = {
+    "batch_norm_stats": 4,  # mean, variance
+    "batch_norm_elemt": 4,  # subtract, scale, weight, bias
+    "batch_norm_backward_reduce": 4,  # sum dy; (x - mean) dy, summed
+    "batch_norm_backward_elemt": 5,  # (x - mean) c, dy - mean dy, subtract, scale
+    "batch_norm_gather_stats_with_counts": 6,  # per rank and channel: weighted mean and variance
+    "_weight_norm_interface": 3,  # |v|^2 by square and add; v * (g / |v|)
+    "_weight_norm_interface_backward": 5,  # sum(dw v); (g / |v|) (dw - v c)
+}
+
+
+@formula(*(f"aten.{name}" for name in _PIECES))
+def pieces(call: Call) -> Cost:
+    """One pass over the first operand."""
+    return _cost(call, _PIECES[call.operator.split(".")[1]] * call.inputs[0].numel)

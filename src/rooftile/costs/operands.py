@@ -32,7 +32,7 @@ __all__ = [
 #: Operators that overwrite their first argument (a tensor or a list of them) without reading it.
 OVERWRITES_FIRST = frozenset({
     "copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_",
-    "log_normal_", "cauchy_", "_foreach_copy_", "_foreach_zero_", "_foreach_fill_",
+    "log_normal_", "cauchy_", "_foreach_copy_", "_foreach_zero_",
     "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "alltoall_base_",
     "recv_",
 })  # fmt: skip

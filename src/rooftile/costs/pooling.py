@@ -42,7 +42,12 @@ def avg_pool_backward(call: Call) -> Cost:
     )
 
 
-@formula("aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward")
+@formula(
+    *aten(
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward "
+        "adaptive_max_pool3d_backward"
+    )
+)
 def max_pool_backward(call: Call) -> Cost:
     """Each gradient is added where its maximum was: 1; the input lends its shape only."""
     grad, indices = call.inputs[0], call.inputs[-1]
@@ -89,7 +94,15 @@ def interpolate_backward(call: Call) -> Cost:
     return _cost(call, 2 * count * call.inputs[0].numel)
 
 
-@formula("aten.upsample_nearest1d_backward", "aten.upsample_nearest2d_backward", "aten.upsample_nearest3d_backward")
-def nearest_backward(call: Call) -> Cost:
-    """One addition per incoming gradient."""
-    return _cost(call, call.inputs[0].numel)
+@formula(
+    *aten(
+        "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
+        "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward "
+        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward "
+        "replication_pad2d_backward replication_pad3d_backward col2im"
+    )
+)
+def folded_back(call: Call) -> Cost:
+    """The gradient of a copy that repeats elements: one addition per incoming element; a shape donor is not read."""
+    grad = call.inputs[0]
+    return Cost("reduction", grad.numel, total_bytes((grad,)), total_bytes(call.outputs))

@@ -30,7 +30,6 @@ _PER_INPUT = {
     "std_mean": 4,
     "logsumexp": 4,  # maximum, subtract, exp, add
     "dist": 3,  # subtract, square, add
-    "cumsum_backward": 1,
     "cumprod_backward": 3,
     "_cdist_forward": 3,
     "histc": 1,

@@ -130,6 +130,7 @@ def mkldnn_layer_backward(call: Call) -> Cost:
 
 
 def _weights_of_mkldnn(call: Call) -> tuple[TensorMeta, ...]:
+    # Named weight0 to weight3 forward and weight1 to weight4 backward, always given by position.
     return tuple(tensor(call, position, f"weight{position}") for position in range(1, 5))
 
 
@@ -152,6 +153,7 @@ def cell(call: Call) -> Cost:
     elif base.endswith("backward"):
         hidden = tensor(call, 0, "grad_hy").numel
     else:
-        hidden = tensor(call, 2, "cx").numel
-        per_unit += gates * sum(isinstance(call.argument(at, ""), TensorMeta) for at in (3, 4))
+        hidden = tensor(call, 2, "cx" if "lstm" in base else "hx").numel
+        biases = (call.argument(3, "input_bias"), call.argument(4, "hidden_bias"))
+        per_unit += gates * sum(isinstance(bias, TensorMeta) for bias in biases)
     return Cost("rnn", per_unit * hidden, total_bytes(reads(call)), total_bytes(writes(call)))
