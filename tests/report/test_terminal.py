@@ -40,6 +40,8 @@ def test_the_report_fits_100_columns_and_a_screen_and_a_half(case: dict[str, obj
     assert max(map(len, lines)) <= 100
     assert len(lines) <= 90, "sixty lines a screen"
     assert not any(line != line.rstrip() for line in lines)
+    heaviest = lines[lines.index(next(line for line in lines if line.startswith("operator, shapes"))) + 1 :][:10]
+    assert not any(line.endswith("…") for line in heaviest), "a figure is never cut"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])

@@ -125,8 +125,9 @@ def _families(
             continue
         seen.add(id(op.call))
         key = (cost.family, cost.roof_dtype if cost.family in _MATRIX else "")
-        operands.setdefault(key, set()).update(_floating(op.call.inputs))
-        written = (*op.call.outputs, *(op.call.inputs[at] for at in mutated_positions(op.call)))
+        inputs = op.call.inputs  # worked out on every access; a foreach operator has thousands
+        operands.setdefault(key, set()).update(_floating(inputs))
+        written = (*op.call.outputs, *(inputs[at] for at in mutated_positions(op.call)))
         results.setdefault(key, set()).update(_floating(written))
     return tuple(
         _contract(family, product, operands[family, product], results[family, product], accumulate, device_class)

@@ -27,6 +27,8 @@ CONVENTIONS: dict[str, str] = {
     "intermediates on chip",
     "memory": "allocated: live tensors; the device's context and the allocator's rounding are not in it",
     "bound": "max(FLOPs/roof, bytes/bandwidth) per op, summed; a bound, not a prediction of time",
+    "tf32": "not allowed: fp32 matrix products stand under the fp32 roof",
+    "kv_cache": "in the compute dtype unless another is asked for",
     "units": "GB = 1e9 bytes, GiB = 2^30 bytes; JSON has bytes, FLOPs, seconds",
     "scope": "one rank",
     "fit": "live tensors against the capacity that the driver shows",

@@ -18,7 +18,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _ROWS = 2
 _COLUMNS = 86
 #: Lines of the tables by role and by module.
-_LINES = 5
+_LINES = 6
 
 
 def blocks(report: Report) -> Iterable[Table | Text]:
@@ -108,7 +108,7 @@ def _states_and_fit(memory: Section) -> Iterable[Text]:
     states = memory.states
     names = ("weights", "buffers", "gradients", "master_weights", "optimizer_state")
     parts = [f"{name.replace('_', ' ')} {units.gb(states[name])}" for name in names if states[name]]
-    total = f" = {units.gb_gib(states.total)}" if len(parts) > 1 else ""
+    total = f" = {units.gb(states.total)}" if len(parts) > 1 else ""
     yield Text.assemble(("states ", "bold"), f"{' + '.join(parts) or 'none'}{total}")
     peaks = " · ".join(f"{phase} {units.gb(nbytes)}" for phase, nbytes in memory.phase_peaks.items())
     yield Text.assemble(("peak by phase ", "bold"), peaks or "no ops")

@@ -17,6 +17,8 @@ __all__ = ["blocks"]
 
 #: A family below this share of the bound goes into the row "other".
 _SHOWN = 0.02
+#: Attention decisions that are printed.
+_DECISIONS = 3
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -26,6 +28,7 @@ def blocks(report: Report) -> Iterable[Table | Text]:
     ridge = f"ridge {roof.ridge:.1f} FLOP/B for {roof.ridge_dtype}; " if roof.ridge else ""
     yield heading("ROOFLINE AND TRAFFIC", f"{ridge}intensity and bound unfused; derived")
     yield _families(report)
+    yield from _attention(report.target.attention_decision)
     if report.bytes.tiling_removes:
         yield Text(
             f"Exact tiled attention would remove {units.gb(report.bytes.tiling_removes)} of passes over N x N scores."
@@ -34,6 +37,15 @@ def blocks(report: Report) -> Iterable[Table | Text]:
         yield Text(f"No peak is known for {roof_name}: their bound is by bytes alone.", style="yellow")
     yield heading("HEAVIEST OPS", "all executions in all equal layers together")
     yield _heaviest(roof.heaviest)
+
+
+def _attention(decisions: tuple[Section, ...]) -> Iterable[Text]:
+    """Which attention kernel the device takes, and why."""
+    for decision in decisions[:_DECISIONS]:
+        number = units.plural(decision["count"], "call")
+        yield Text.assemble(("attention ", "bold"), f"{decision.kernel}, {number}: {decision.reason}")
+    if len(decisions) > _DECISIONS:
+        yield Text(f"attention: {len(decisions) - _DECISIONS} more decisions are in the JSON document", style="dim")
 
 
 def _families(report: Report) -> Table:
@@ -90,8 +102,8 @@ def _heaviest(rows: tuple[Section, ...]) -> Table:
         name = row.operator.split(".")[1]
         place = row.phase if row.module in ("", row.phase) else f"{row.phase} {row.module}"
         table.add_row(
-            _fit(f"{count}{name} {_shapes(row.shapes)}", 35),
-            _fit(place, 24),
+            _fit(f"{count}{name} {_shapes(row.shapes)}", 33),
+            _fit(place, 22),
             units.flops(row.flops),
             units.gb(row.bytes),
             units.duration(row.bound_s),

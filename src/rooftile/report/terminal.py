@@ -64,8 +64,8 @@ def _header(report: Report) -> Iterable[Text]:
     what = [str(target.phase)]
     if target.batch:
         what.append(f"batch {target.batch}" + (f" x seq {target.seq:,}" if target.seq else ""))
-    if target.phase == "train":
-        what.append("1 micro-batch" if target.micro_batches == 1 else f"{target.micro_batches} micro-batches")
+    if target.micro_batches and target.micro_batches > 1:
+        what.append(f"{target.micro_batches} micro-batches")
     what.append(str(target.precision))
     if target.phase == "train":
         what.append(str(target.optimizer))
