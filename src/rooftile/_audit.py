@@ -13,7 +13,7 @@ from rooftile.costs import Cost, trace_costs
 from rooftile.costs.fusion import fuse
 from rooftile.devices import Device
 from rooftile.devices import load as load_device
-from rooftile.errors import UsageError
+from rooftile.errors import RooftileError, UsageError
 from rooftile.ledgers.bundle import Ledgers, read_ledgers
 from rooftile.ledgers.kv_cache import KV_DTYPES
 from rooftile.report.build import Audited, build_report
@@ -34,7 +34,7 @@ _COMPUTES_IN = {
 
 def audit(
     step: Step | str,
-    device: Device | str = "h100-sxm",
+    device: Device | str,
     *,
     batch: int | None = None,
     seq: int | None = None,
@@ -125,23 +125,30 @@ class _Recapture:
     ) -> None:
         self._step, self._rebuild, self._device = step, rebuild, device
         self._options, self._kv_dtype, self._progress = options, kv_dtype, progress
-        self._made: dict[tuple[tuple[str, object], ...], tuple[Trace, Ledgers]] = {}
+        self._made: dict[tuple[tuple[str, object], ...], tuple[Trace, Ledgers] | None] = {}
 
     def __call__(self, **changes: object) -> tuple[Trace, Ledgers] | None:
         key = tuple(sorted(changes.items()))
         if key not in self._made:
             batch = changes.pop("batch", None)
-            step = self._step
+            if self._progress is not None:
+                self._progress("auditing again with " + ", ".join(f"{name} {value}" for name, value in key))
+            self._made[key] = self._capture(batch, changes)
+        return self._made[key]
+
+    def _capture(self, batch: object, changes: dict[str, object]) -> tuple[Trace, Ledgers] | None:
+        """None for a change that this step refuses: a fixed batch, a model without blocks to checkpoint."""
+        step = self._step
+        try:
             if isinstance(batch, int):
                 if self._rebuild is None:
                     return None
                 step = self._rebuild(batch)
-            if self._progress is not None:
-                self._progress("auditing again with " + ", ".join(f"{name} {value}" for name, value in key))
             trace = capture(step, self._device, replace(self._options, **changes), None)  # type: ignore[arg-type]
-            costs, fused = _costs(trace)
-            self._made[key] = trace, read_ledgers(trace, costs, fused, self._device, self._kv_dtype)
-        return self._made[key]
+        except RooftileError:
+            return None
+        costs, fused = _costs(trace)
+        return trace, read_ledgers(trace, costs, fused, self._device, self._kv_dtype)
 
 
 def _no_recapture(**_: object) -> None:

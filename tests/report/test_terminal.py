@@ -18,7 +18,12 @@ from rooftile.report.terminal import render
 def shown(report: Report, width: int = 100, colour: bool = False) -> str:
     out = io.StringIO()
     console = Console(
-        file=out, width=width, highlight=False, force_terminal=colour, color_system="256" if colour else None
+        file=out,
+        width=width,
+        highlight=False,
+        emoji=False,
+        force_terminal=colour,
+        color_system="256" if colour else None,
     )
     render(report, console)
     return out.getvalue()
@@ -36,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_report_fits_100_columns_and_a_screen_and_a_half(case: dict[str, object]) -> None:
-    lines = shown(_audit.audit(**case)).splitlines()  # type: ignore[arg-type]
+    lines = shown(_audit.audit(**{"device": "h100-sxm", **case})).splitlines()  # type: ignore[arg-type]
     assert max(map(len, lines)) <= 100
     assert len(lines) <= 90, "sixty lines a screen"
     assert not any(line != line.rstrip() for line in lines)
@@ -141,3 +146,12 @@ def test_capacity_is_spelled_both_ways() -> None:
 )
 def test_a_share_is_never_rounded_up_to_all(part: float, whole: float, text: str) -> None:
     assert _units.share(part, whole) == text
+
+
+def test_names_with_brackets_and_colons_are_printed_as_they_are() -> None:
+    model = nn.Sequential()
+    model.add_module("[/bold] :smile:", nn.Linear(2048, 2048))
+    report = _audit.audit(Step(model, (torch.randn(1, 2048),), phase="prefill", name="[red]x"), "h100-sxm")
+    text = shown(report)
+    assert "[red]x" in text
+    assert "[/bold] :smile:" in text

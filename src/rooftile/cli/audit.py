@@ -9,6 +9,7 @@ import typer
 
 from rooftile.cli.options import DeviceFileOption, DeviceOption, JsonOption, complete_target
 from rooftile.cli.output import STDOUT, check_writable, progress, write_file
+from rooftile.errors import UsageError
 
 if TYPE_CHECKING:
     from rooftile.capture.step import StepPhase
@@ -83,6 +84,8 @@ def audit(
     from rooftile.rules import select_rules
 
     check_writable(json)
+    if save_trace == STDOUT:
+        raise UsageError("--save-trace - is no file; give the path of a file, a trace is compressed")
     check_writable(save_trace, "--save-trace")
     failing = _words(fail_on)
     select_rules([word for word in failing if word.lower() != "any"])  # an unknown word is told before the work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -81,12 +82,23 @@ def _target(trace: Trace) -> dict[str, Any]:
         "name": settings.get("target", ""),
         **{name: settings.get(name) for name in names},
         "attention_decision": list(settings.get("attention_decision") or ()),
-        "config": dict(settings.get("config") or {}),
+        "config": _json_values(settings.get("config") or {}),
         "seconds": dict(settings.get("seconds") or {}),
         "ops": len(trace.ops),
         "storages": len(trace.storages),
         "notes": list(trace.notes),
     }
+
+
+def _json_values(value: Any) -> Any:
+    """A user's own configuration: what JSON has no word for is spelled as Python does."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_values(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_json_values(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def _params(trace: Trace, memory: MemoryLedger) -> dict[str, Any]:

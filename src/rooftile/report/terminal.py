@@ -29,8 +29,8 @@ _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold 
 
 def console() -> Console:
     """Standard output as the report wants it: no wider than :data:`WIDTH`, no colour in a pipe, numbers not painted."""
-    plain = Console(highlight=False)
-    return Console(highlight=False, width=min(WIDTH, plain.width) if plain.is_terminal else WIDTH)
+    plain = Console(highlight=False, emoji=False)
+    return Console(highlight=False, emoji=False, width=min(WIDTH, plain.width) if plain.is_terminal else WIDTH)
 
 
 def render(report: Report, output: Console, *, saved_as: str | None = None) -> None:
@@ -50,7 +50,9 @@ def render(report: Report, output: Console, *, saved_as: str | None = None) -> N
 
 def _print(item: Text | Table, output: Console) -> None:
     """Without the spaces that a table pads its lines with: they would be noise in a file or a diff."""
-    for line in output.render_lines(item, output.options.update(width=min(WIDTH, output.width)), pad=False):
+    # Names come from the user's model: "[b]" in one of them is text, not markup.
+    options = output.options.update(width=min(WIDTH, output.width), markup=False, highlight=False)
+    for line in output.render_lines(item, options, pad=False):
         while line and not line[-1].text.strip():
             line.pop()
         if line:

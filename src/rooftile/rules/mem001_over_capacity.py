@@ -116,11 +116,11 @@ def _recaptures(
     has_adamw = str(settings.get("optimizer", "")).startswith("adamw")
     for name in (f"{wide}-master", wide) if training else (wide,):
         if not (training and has_adamw) or _STATE_BYTES[name] * parameters <= visible:
-            yield _precision_label(name), lambda name=name: _peak(context, precision=name)  # type: ignore[misc]
+            yield _precision_label(name, training), lambda name=name: _peak(context, precision=name)  # type: ignore[misc]
 
 
-def _precision_label(name: str) -> str:
-    return f"--precision {name}" + ("" if "master" in name else " (but see NUM001: updates are lost)")
+def _precision_label(name: str, training: bool) -> str:
+    return f"--precision {name}" + (" (but see NUM001: updates are lost)" if training and "master" not in name else "")
 
 
 def _peak(context: Context, **changes: object) -> MemoryLedger | None:
