@@ -79,3 +79,41 @@ def test_a_model_without_attention_has_no_cache_and_says_so() -> None:
     cache = read(capture(step, devices.load("h100-sxm"), CaptureOptions()))
     assert (cache.bytes_per_token, cache.total_bytes) == (None, None)
     assert cache.reason == "no attention was observed"
+
+
+class Masked(nn.Module):
+    """SDPA with a dense mask (B, 1, L, L), made in the way that ``kind`` names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("held", torch.ones(32, 32, dtype=torch.bool).tril() if kind == "buffer" else None)
+
+    def mask(self, x: Tensor) -> Tensor:
+        batch, rows = x.shape[0], x.shape[2]
+        at = torch.arange(rows, device=x.device)
+        if self.kind == "comparison":
+            return (at[None, :] <= at[:, None]).expand(batch, 1, rows, rows)
+        if self.kind == "triangle":
+            return torch.full((rows, rows), -1e9, device=x.device, dtype=x.dtype).triu(1).expand(batch, 1, rows, rows)
+        if self.kind == "buffer":
+            return self.held.expand(batch, 1, rows, rows)
+        padding = (at < rows - 3)[None, None, None, :].expand(batch, 1, rows, rows)
+        return padding.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=self.mask(x))
+
+
+@pytest.mark.parametrize("attention", ["tiled", "materialized"])
+@pytest.mark.parametrize(
+    ("kind", "evidence"),
+    [("comparison", "derived"), ("triangle", "derived"), ("buffer", "assumed"), ("padding", None)],
+)
+def test_a_dense_mask_is_causal_by_how_it_was_made(kind: str, evidence: str | None, attention: str) -> None:
+    step = Step(Masked(kind), (torch.randn(2, 4, 32, 16),), phase="prefill", batch=2, seq=32)
+    cache = read(capture(step, devices.load("h100-sxm"), CaptureOptions(precision="fp32", attention=attention)))
+    if evidence is None:
+        assert cache.bytes_per_token is None
+    else:
+        assert (cache.bytes_per_token, cache.evidence) == (2 * 4 * 16 * 4, evidence)

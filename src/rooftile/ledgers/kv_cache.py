@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rooftile.capture.trace import ITEMSIZE, Op, TensorMeta, Trace
+from rooftile.ledgers.causality import Causality, MaskOrigins
 from rooftile.ledgers.materialized import MaterializedAttention, operator_name
 from rooftile.ledgers.stretched import stretched_copies
 
@@ -61,26 +62,35 @@ def kv_cache(
     trace: Trace, attention: Sequence[MaterializedAttention] = (), kv_dtype: str | None = None
 ) -> KvCacheLedger:
     """The KV cache of the model in this trace. ``kv_dtype`` is a name of :data:`KV_DTYPES`, None: the compute dtype."""
-    seen, layers, assumed = 0, [], False
-    producers = stretched_copies(trace.ops)
+    seen, layers, known = 0, [], set()
+    copies, masks = stretched_copies(trace.ops), MaskOrigins(trace)
+    decoding = trace.settings.get("phase") == "decode"
     for op in _first_calls(trace.ops):
         seen += 1
-        if _is_causal(op, trace):
-            layers.append(_tiled_layer(op, producers))
+        causal = "derived" if decoding else _tiled_causality(op, masks)
+        if causal is not None:
+            known.add(causal)
+            layers.append(_tiled_layer(op, copies))
     for found in attention:
         seen += 1
-        if found.row_mask or trace.settings.get("phase") == "decode":
-            layer = _materialized_layer(found, producers, trace.settings.get("batch"))
-            if layer is not None:
-                layers.append(layer)
-                assumed = True
+        causal = (
+            "derived"
+            if decoding
+            else None
+            if found.row_mask is None
+            else masks.of(found.row_mask, found.rows, found.columns)
+        )
+        layer = _materialized_layer(found, copies, trace.settings.get("batch"))
+        if causal is not None and layer is not None:
+            known.add(causal)
+            layers.append(layer)
     if not layers:
         return _none("no attention was observed" if not seen else "no causal attention: nothing is generated from it")
     dtype = KV_DTYPES[kv_dtype] if kv_dtype else trace.settings.get("compute_dtype")
-    return _ledger(layers, dtype, assumed)
+    return _ledger(layers, dtype, "assumed" if "assumed" in known else "derived")
 
 
-def _ledger(layers: list[_Layer], dtype: str | None, assumed: bool) -> KvCacheLedger:
+def _ledger(layers: list[_Layer], dtype: str | None, evidence: Causality) -> KvCacheLedger:
     # A materialised path may have widened K before its product; what the model computes in says more.
     dtype = dtype or max({layer.dtype for layer in layers}, key=lambda name: ITEMSIZE[name])
     per_token = sum(layer.elements for layer in layers) * ITEMSIZE[dtype]
@@ -95,8 +105,7 @@ def _ledger(layers: list[_Layer], dtype: str | None, assumed: bool) -> KvCacheLe
         batch=batch,
         tokens=tokens,
         dtype=dtype,
-        # That a written-out mask which differs by row is causal is read from its shape alone.
-        evidence="assumed" if assumed else "derived",
+        evidence=evidence,
         reason="",
     )
 
@@ -117,16 +126,15 @@ def _first_calls(ops: Sequence[Op]) -> Iterator[Op]:
             yield op
 
 
-def _is_causal(op: Op, trace: Trace) -> bool:
-    """Declared to the operator, or a decode step (one query row against a cache), or a mask with a row per query."""
-    if trace.settings.get("phase") == "decode":
-        return True
-    name = operator_name(op.call.operator)
-    causal_at = 5 if name == "tiled_attention" else 4
+def _tiled_causality(op: Op, masks: MaskOrigins) -> Causality | None:
+    """Declared to the operator, or by a mask with a row for each query."""
+    causal_at = 5 if operator_name(op.call.operator) == "tiled_attention" else 4
     if bool(op.call.argument(causal_at, "is_causal", False)):
-        return True
+        return "derived"
     bias = op.call.argument(3, "attn_bias")
-    return isinstance(bias, TensorMeta) and bias.shape[-2] > 1 and bias.stride[-2] != 0
+    if not isinstance(bias, TensorMeta) or bias.shape[-2] == 1 or bias.stride[-2] == 0:
+        return None
+    return masks.of(op.inputs[3], bias.shape[-2], bias.shape[-1])
 
 
 def _tiled_layer(op: Op, producers: dict[int, TensorMeta]) -> _Layer:

@@ -34,7 +34,7 @@ class MaterializedAttention:
     ``q, k, v`` are the operands of the two products as the first call saw them: ``k`` usually transposed, heads
     folded into the batch. ``scores`` are the ids of the storages of the scores' size that live only because the
     attention is materialised; ``moved_bytes`` is what reading and writing such tensors moves, unfused, in all phases.
-    ``row_mask`` tells whether a mask that differs from row to row was applied (a causal mask is one; padding is not).
+    ``row_mask`` is the storage of a mask with a row for each query that was applied (a causal mask is one), or None.
     """
 
     module: str
@@ -47,7 +47,7 @@ class MaterializedAttention:
     rows: int
     columns: int
     first_op: int
-    row_mask: bool
+    row_mask: int | None
     scores: frozenset[int]
     moved_bytes: int
 
@@ -63,7 +63,7 @@ class _Chain:
     k_storage: int
     scores: TensorMeta
     softmaxed: bool = False
-    row_mask: bool = False
+    row_mask: int | None = None
     storages: set[int] = field(default_factory=set)
     v: TensorMeta | None = None
     v_storage: int = -1
@@ -100,7 +100,7 @@ def materialized_attention(trace: Trace, costs: Sequence[Cost | None]) -> tuple[
                 rows=first.scores.shape[-2],
                 columns=first.scores.shape[-1],
                 first_op=first.op,
-                row_mask=any(chain.row_mask for chain in chains),
+                row_mask=next((chain.row_mask for chain in chains if chain.row_mask is not None), None),
                 scores=frozenset(storages[module]),
                 moved_bytes=moved[module],
             )
@@ -127,7 +127,8 @@ def _complete_chains(ops: Sequence[Op]) -> list[_Chain]:
             chain = next((pending[i] for i in op.inputs if i in pending), None)
             if chain is not None:
                 if name in _MASKING and not chain.softmaxed:
-                    chain.row_mask |= any(_differs_by_row(meta, chain.scores) for meta in _others(op, chain))
+                    masks = (s for m, s in _others(op, chain) if _has_a_row_each(m, chain.scores))
+                    chain.row_mask = next(masks, chain.row_mask)
                 _follow(op, chain, pending)
     return complete
 
@@ -148,7 +149,8 @@ def _visit_product(index: int, op: Op, name: str, pending: dict[int, _Chain], co
     output = op.call.outputs[0]
     if len(output.shape) >= 2 and op.outputs:
         chain = _Chain(index, op.module, metas[0], metas[1], right, output)
-        chain.row_mask = skip == 1 and _differs_by_row(op.call.inputs[0], output)
+        if skip == 1 and _has_a_row_each(op.call.inputs[0], output):
+            chain.row_mask = op.inputs[0]
         chain.storages.add(op.outputs[0])
         pending[op.outputs[0]] = chain
 
@@ -160,11 +162,11 @@ def _follow(op: Op, chain: _Chain, pending: dict[int, _Chain]) -> None:
             chain.storages.add(storage)
 
 
-def _others(op: Op, chain: _Chain) -> Iterable[TensorMeta]:
-    return (m for m, s in zip(op.call.inputs, op.inputs, strict=True) if s not in chain.storages)
+def _others(op: Op, chain: _Chain) -> Iterable[tuple[TensorMeta, int]]:
+    return ((m, s) for m, s in zip(op.call.inputs, op.inputs, strict=True) if s not in chain.storages)
 
 
-def _differs_by_row(mask: TensorMeta, scores: TensorMeta) -> bool:
+def _has_a_row_each(mask: TensorMeta, scores: TensorMeta) -> bool:
     """A mask whose last two dimensions are those of the scores, neither of them stretched."""
     return (
         len(mask.shape) >= 2
