@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from rooftile.capture import CaptureOptions, Step, capture, load_target
 from rooftile.capture.step import StepPhase
 from rooftile.capture.trace import Trace
-from rooftile.costs import Cost, trace_costs
-from rooftile.costs.fusion import fuse
 from rooftile.devices import Device
 from rooftile.devices import load as load_device
 from rooftile.errors import RooftileError, UsageError
 from rooftile.ledgers.bundle import Ledgers, read_ledgers
 from rooftile.ledgers.kv_cache import KV_DTYPES
-from rooftile.report.build import Audited, build_report
 from rooftile.report.model import Report
-from rooftile.roofline import summary
-from rooftile.rules import Context, Rule, check_all, select_rules
+from rooftile.report.read import costs_of, read_trace
+from rooftile.rules import select_rules
 
-__all__ = ["audit", "read_trace"]
+__all__ = ["audit"]
 
 Progress = Callable[[str], None]
 
@@ -85,32 +82,6 @@ def audit(
     return read_trace(trace, chosen, rules=rules, options=choices, kv_dtype=kv_dtype, recapture=again)
 
 
-def read_trace(
-    trace: Trace,
-    device: Device,
-    *,
-    rules: Sequence[Rule] | None = None,
-    options: CaptureOptions | None = None,
-    kv_dtype: str | None = None,
-    recapture: Callable[..., tuple[Trace, Ledgers] | None] | None = None,
-) -> Report:
-    """The report of a trace that is there already. Without ``recapture``, rules judge by this trace alone."""
-    costs, fused = _costs(trace)
-    ledgers = read_ledgers(trace, costs, fused, device, kv_dtype)
-    context = Context(trace, costs, device, ledgers, options or CaptureOptions(), recapture or _no_recapture)
-    return build_report(
-        Audited(
-            trace=trace,
-            costs=costs,
-            device=device,
-            ledgers=ledgers,
-            roofline=summary(trace, costs, device),
-            fused=summary(trace, costs, device, op_bytes=fused, schedule="fused"),
-            findings=check_all(context, rules),
-        )
-    )
-
-
 class _Recapture:
     """Audits of the same step with options changed, each made once."""
 
@@ -147,17 +118,8 @@ class _Recapture:
             trace = capture(step, self._device, replace(self._options, **changes), None)  # type: ignore[arg-type]
         except RooftileError:
             return None
-        costs, fused = _costs(trace)
+        costs, fused = costs_of(trace)
         return trace, read_ledgers(trace, costs, fused, self._device, self._kv_dtype)
-
-
-def _no_recapture(**_: object) -> None:
-    return None
-
-
-def _costs(trace: Trace) -> tuple[tuple[Cost | None, ...], Sequence[int]]:
-    costs = trace_costs(trace)
-    return costs, fuse(trace, costs).op_bytes
 
 
 def _capture_options(options: dict[str, Any]) -> CaptureOptions:
