@@ -33,7 +33,6 @@ class ModuleTracker:
         self._node = torch._C._current_autograd_node
         self._saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
         self.outside = ""  # what operators outside of every module are filed under
-        self.current = ""
 
     def locate(self, phase: Phase) -> tuple[Phase, str]:
         """The phase and module path of the operator that is being dispatched."""

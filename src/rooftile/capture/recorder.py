@@ -83,8 +83,8 @@ class _Live:
 class Recorder(TorchDispatchMode):
     """Records every operator between ``__enter__`` and ``__exit__``.
 
-    ``handler(op)`` gives what stands in for a composite operator under inference mode; ``post(op, outputs)`` lets the
-    device policy correct an operator's outputs; ``workspaces(call)`` names a kernel's scratch memory.
+    ``handler(op)`` gives what stands in for a composite operator under inference mode; ``run(op, args, kwargs)`` runs
+    an operator as the target would (None: as it is); ``workspaces(call)`` names a kernel's scratch memory.
     """
 
     @classmethod
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.modules = modules
-        self.phase: Phase = "forward"
+        self.phase: Phase = "forward"  # what the step is doing; an op's own may be "recompute"
         self.micro_batch = 0
         self.ops: list[Op] = []
         self.storages: list[_Live] = []
@@ -112,6 +112,8 @@ class Recorder(TorchDispatchMode):
         self._composite: dict[Any, bool] = {}
         self._ignored: dict[Any, bool] = {}
         self._host: set[int] = set()
+        self._op_phase: Phase = "forward"  # of the operator that is being recorded, with its module: a storage's birth
+        self._op_module = ""
 
     # ------------------------------------------------------------------------------------------------------ storages
     def storage_id(self, tensor: Tensor, meta: TensorMeta, born: int) -> int:
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known.id
         new = len(self.storages)
-        module, phase = ("", None) if born < 0 else (self.modules.current, self.phase)
+        module, phase = ("", None) if born < 0 else (self._op_module, self._op_phase)
         self.storages.append(_Live(new, storage.nbytes(), born, module, phase, meta))
         ref = _StorageRef(storage, self._died)
         ref.id, ref.address = new, address
@@ -182,10 +184,9 @@ class Recorder(TorchDispatchMode):
         if self._host and inputs and inputs[0] in self._host:
             self._host.update(inputs)
             return
-        self.modules.current, base_phase, self.phase = module, self.phase, phase
+        self._op_module, self._op_phase = module, phase
         metas: list[TensorMeta] = []
         self._outputs(result, metas, outputs, now)
-        self.phase = base_phase
         key = (func, spec, named, tuple(metas))
         call = self._calls.get(key)
         if call is None:

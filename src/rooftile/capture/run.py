@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 import warnings
@@ -152,6 +153,18 @@ def _initialise(optimizer: torch.optim.Optimizer | MasterWeights, model: nn.Modu
         ) from error
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Lifetimes by reference counts alone, the same at every run: what sits in a cycle lives until the step ends."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Runner:
     """One step: forward and backward for every micro-batch, then the optimizer."""
 
@@ -176,6 +189,7 @@ class _Runner:
             stack.enter_context(emulated(self.autocast_policy, lambda t: recorder.tag(t, "autocast_cache")))
             stack.enter_context(self.modules.tracking())
             self._tag_state()
+            stack.enter_context(_no_garbage_collection())
             with recorder:
                 if self.step.phase == "train":
                     self._train()
