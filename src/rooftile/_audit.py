@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rooftile.capture import CaptureOptions, Step, capture, load_target
+from rooftile.capture.materialize import resolve_precision
 from rooftile.capture.step import StepPhase
 from rooftile.capture.trace import Trace
 from rooftile.devices import Device
@@ -150,10 +151,11 @@ def _step(
 
 def _check_combination(step: Step, device: Device, options: CaptureOptions, given: dict[str, Any]) -> None:
     """Choices that contradict each other, told before anything runs."""
-    dtype = _COMPUTES_IN.get(options.precision)
+    precision, _ = resolve_precision(step, options)
+    dtype = _COMPUTES_IN.get(precision)
     if dtype is not None and not device.supports(dtype):
         has = ", ".join(name for name in device.inputs if name != "tf32")
-        raise UsageError(f"{device.name} has no {dtype}, which precision {options.precision} computes in; it has {has}")
+        raise UsageError(f"{device.name} has no {dtype}, which precision {precision} computes in; it has {has}")
     if step.phase == "train":
         return
     for name, idle in (("optimizer", ("none", "as-is")), ("checkpoint", ("none",)), ("micro_batches", (1,))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,36 +12,59 @@ from rooftile.errors import UsageError
 __all__ = ["check_writable", "replaced"]
 
 
-def check_writable(path: str | Path) -> Path:
-    """The path, if a file can be written there; said before the long work starts, not after it."""
-    path = Path(path)
-    folder = path.parent
-    if path.is_dir():
-        raise UsageError(f"{str(path)!r} is a directory; give the name of a file to write.")
-    if not folder.is_dir():
-        raise UsageError(f"can't write {str(path)!r}: there is no directory {str(folder)!r}; create it first.")
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise UsageError(f"can't write {str(path)!r}: no permission; choose another path.")
-    return path
+def check_writable(path: str | Path, option: str = "") -> None:
+    """Raise UsageError now if ``path`` can't be written; call it before the long work starts.
+
+    The check makes and removes a file beside ``path``: only trying tells. ``option`` is what the sentence calls it.
+    """
+    target = _target(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(None, "it is a directory")
+        if _is_special(target):  # opening a pipe would wait for its reader
+            if not os.access(target, os.W_OK):
+                raise PermissionError(None, "it may not be written to")
+            return
+        temporary = _temporary(target)
+        open(temporary, "x").close()
+        temporary.unlink()
+    except OSError as error:
+        raise _unwritable(path, option, error) from None
 
 
 @contextlib.contextmanager
-def replaced(path: str | Path) -> Iterator[Path]:
+def replaced(path: str | Path, option: str = "") -> Iterator[Path]:
     """A temporary name beside ``path``, renamed to it when the block ends well and removed when it does not."""
-    path = check_writable(path)
+    target = _target(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        if _is_special(target):
+            yield target
+            return
+        temporary = _temporary(target)
+        try:
+            open(temporary, "x").close()
+            yield temporary
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)  # also after Ctrl-C
     except OSError as error:
-        raise UsageError(f"can't write {str(path)!r}: {error.strerror}; choose another path.") from error
-    os.close(handle)
-    temporary = Path(name)
-    mask = os.umask(0)
-    os.umask(mask)
-    temporary.chmod(0o666 & ~mask)  # mkstemp's 0600 is for secrets
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UsageError(f"can't write {str(path)!r}: {error.strerror}; choose another path.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise _unwritable(path, option, error) from None
+
+
+def _target(path: str | Path) -> Path:
+    # A link is followed: renaming over it would replace the link, not the file that it names.
+    return Path(os.path.realpath(path))
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+def _is_special(target: Path) -> bool:
+    """A pipe or a device such as /dev/null: there is nothing to rename over."""
+    return target.exists() and not target.is_file()
+
+
+def _unwritable(path: str | Path, option: str, error: OSError) -> UsageError:
+    named = f"{option} {path}".strip()
+    return UsageError(f"{named} can't be written: {error.strerror}; give a path in a folder that you may write to")

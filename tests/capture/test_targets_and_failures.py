@@ -212,9 +212,27 @@ def test_the_steps_own_optimizer_is_the_one_that_runs(h100: Device):
 
 def test_a_mixed_precision_leaves_a_16_bit_model_as_it_is_and_says_so(h100: Device):
     step = Step(nn.Linear(8, 8).bfloat16(), (torch.randn(2, 8, dtype=torch.bfloat16),), lambda y: y.sum())
-    trace = capture(step, h100, CaptureOptions())
+    trace = capture(step, h100, CaptureOptions(precision="bf16-mixed"))
     assert trace.settings["precision"] == "as-is"
     assert any("needs FP32 parameters" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "phase", "expected"),
+    [
+        (torch.float32, "train", "bf16-mixed"),
+        (torch.float32, "prefill", "bf16"),
+        (torch.float16, "train", "as-is"),
+        (torch.float16, "decode", "as-is"),
+    ],
+)
+def test_without_a_word_the_precision_is_the_convention_and_assumed(dtype, phase: str, expected: str, h100: Device):
+    loss = (lambda y: y.sum()) if phase == "train" else None
+    step = Step(nn.Linear(8, 8, dtype=dtype), (torch.randn(2, 8, dtype=dtype),), loss, phase=phase)
+    settings = capture(step, h100, CaptureOptions()).settings
+    assert (settings["precision"], settings["precision_evidence"]) == (expected, "assumed")
+    declared = capture(step, h100, CaptureOptions(precision="as-is")).settings
+    assert declared["precision_evidence"] == "declared"
 
 
 def test_bert_with_an_attention_mask_is_captured_on_fake_tensors(h100: Device):

@@ -64,6 +64,10 @@ def compute_dtype(precision: str, model: nn.Module) -> torch.dtype:
 
 def resolve_precision(step: Step, options: CaptureOptions) -> tuple[str, str | None]:
     """The precision in force and a note: a mixed policy is for FP32 parameters, any other model stays as it is."""
+    if options.precision is None:
+        if any(p.is_floating_point() and p.dtype != torch.float32 for p in step.model.parameters()):
+            return "as-is", None
+        return "bf16-mixed" if step.phase == "train" else "bf16", None
     dtypes = {str(p.dtype).removeprefix("torch.") for p in step.model.parameters() if p.is_floating_point()}
     if options.precision in _AUTOCAST and dtypes - {"float32"}:
         found = ", ".join(sorted(dtypes))

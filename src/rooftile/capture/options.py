@@ -22,16 +22,17 @@ _CHOICES = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "checkpoint": CHEC
 class CaptureOptions:
     """How to run the step; every field's default is the convention that a report prints.
 
-    ``precision``: ``fp32``, ``bf16``, ``fp16`` are the dtype of parameters, gradients and optimizer state;
-    ``*-mixed`` is FP32 parameters under the target device's autocast policy; ``*-master`` is 16-bit weights and
-    gradients with FP32 master weights; ``as-is`` leaves the model as the Step declares it, and is what a mixed
-    default becomes for a model whose parameters are not FP32.
+    ``precision``: ``fp32``, ``bf16``, ``fp16`` are the dtype of parameters, gradients and optimizer state; ``*-mixed``
+    is FP32 parameters under the target device's autocast policy; ``*-master`` is 16-bit weights and gradients with FP32
+    master weights; ``as-is`` leaves the model as the Step declares it. None is the convention: for a model whose
+    parameters are FP32 ``bf16-mixed`` in training and ``bf16`` in inference (nobody keeps FP32 weights and casts them
+    again for every token), ``as-is`` for any other.
     ``optimizer``: ``adamw`` is the target's default implementation (foreach on CUDA, a for-loop elsewhere);
     ``as-is`` takes the Step's own, and AdamW where it has none.
     ``live``: run on real CPU tensors instead of meta tensors, with the same choices.
     """
 
-    precision: str = "bf16-mixed"
+    precision: str | None = None
     optimizer: str = "as-is"
     checkpoint: str = "none"
     attention: str = "auto"
@@ -41,7 +42,7 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if value not in choices and not (name == "precision" and value is None):
                 raise unknown_name(name, str(value), choices)
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             raise UsageError(f"micro_batches is {self.micro_batches!r}; give a whole number of at least 1.")

@@ -343,6 +343,7 @@ def _settings(
         "seq": step.seq,
         **options.as_dict(),
         "precision": precision,
+        "precision_evidence": "assumed" if options.precision is None else "declared",
         "optimizer": optimizer,
         "compute_dtype": str(compute_dtype(precision, own.model)).removeprefix("torch."),
         "device": device.name,

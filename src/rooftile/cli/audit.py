@@ -22,7 +22,7 @@ Target = Annotated[
     typer.Argument(
         metavar="TARGET",
         help="A built-in model (gpt2, llama-3.1-8b, ...), file.py:function or package.module:function that returns a "
-        "rooftile.Step.",
+        "rooftile.Step, or a Hugging Face config.json.",
         autocompletion=complete_target,
     ),
 ]
@@ -31,11 +31,17 @@ Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per micr
 Seq = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence; for decode, those in the cache.")]
 Precision = Annotated[
     str | None,
-    typer.Option(metavar="POLICY", help="fp32, bf16, bf16-mixed (default), fp16-mixed, bf16-master, fp16-master."),
+    typer.Option(
+        metavar="POLICY",
+        help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, bf16-master, fp16-master or as-is. "
+        "Default for FP32 models: bf16-mixed in training, bf16 in inference.",
+    ),
 ]
 Optimizer = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="adamw, adamw-foreach, adamw-fused, adamw-loop, sgd or none."),
+    typer.Option(
+        metavar="NAME", help="adamw, adamw-foreach, adamw-fused, adamw-loop, sgd, none or as-is (the step's own)."
+    ),
 ]
 Checkpoint = Annotated[str | None, typer.Option(metavar="WHAT", help="none or blocks.")]
 MicroBatches = Annotated[int | None, typer.Option("--micro-batches", metavar="N", help="Before each update.")]
@@ -49,6 +55,7 @@ FailOn = Annotated[
     list[str] | None,
     typer.Option("--fail-on", metavar="CODE", help="Exit with 1 on such a finding: a code, a family or any."),
 ]
+Live = Annotated[bool, typer.Option("--live", help="Run on real CPU tensors; for models that need values.")]
 SaveTrace = Annotated[str | None, typer.Option("--save-trace", metavar="PATH", help="Write the captured trace.")]
 
 
@@ -70,6 +77,7 @@ def audit(
     micro_batches: MicroBatches = None,
     attention: Attention = None,
     kv_dtype: KvDtype = None,
+    live: Live = False,
     select: Select = None,
     ignore: Ignore = None,
     fail_on: FailOn = None,
@@ -94,7 +102,7 @@ def audit(
         name: value
         for name, value in (
             ("precision", precision), ("optimizer", optimizer), ("checkpoint", checkpoint),
-            ("micro_batches", micro_batches), ("attention", attention),
+            ("micro_batches", micro_batches), ("attention", attention), ("live", live or None),
         )
         if value is not None
     }  # fmt: skip

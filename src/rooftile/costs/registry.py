@@ -96,15 +96,21 @@ def cost_of(call: Call) -> Cost | None:
 
 
 def trace_costs(trace: Trace) -> tuple[Cost | None, ...]:
-    """One cost per op of ``trace``, in order; equal Calls are worked out once."""
+    """One cost per op of ``trace``, in order; equal Calls are worked out once.
+
+    Passes over tensors in the optimizer phase are of the family ``optimizer``, whatever operators they are made of.
+    """
     # The capture interns Calls: looking them up by identity avoids hashing a deep tuple for every op.
-    seen: dict[int, Cost | None] = {}
+    seen: dict[tuple[int, bool], Cost | None] = {}
     costs: list[Cost | None] = []
     for op in trace.ops:
         call = op[0]
-        key = id(call)
+        key = id(call), op[2] == "optimizer"
         if key not in seen:
-            seen[key] = cost_of(call)
+            cost = cost_of(call)
+            if cost is not None and key[1] and cost.family in ("elementwise", "reduction", "copy"):
+                cost = replace(cost, family="optimizer")
+            seen[key] = cost
         costs.append(seen[key])
     return tuple(costs)
 

@@ -15,7 +15,7 @@ from rooftile.ledgers.memory import MemoryLedger
 from rooftile.ledgers.precision import PrecisionLedger, Slot
 from rooftile.report.coverage import coverage_section
 from rooftile.report.model import SCHEMA, Report
-from rooftile.roofline import RooflineSummary
+from rooftile.roofline import RooflineSummary, gemm_quantisation
 from rooftile.rules import Finding
 
 __all__ = ["CONVENTIONS", "Audited", "build_report"]
@@ -66,7 +66,9 @@ def build_report(audited: Audited) -> Report:
         "roofline": _roofline(audited),
         "memory": _memory(audited),
         "kv_cache": asdict(audited.ledgers.kv_cache),
-        "precision": _precision(audited.ledgers.precision),
+        "precision": _precision(
+            audited.ledgers.precision, str(audited.trace.settings.get("precision_evidence", "declared"))
+        ),
         "findings": [asdict(f) for f in audited.findings],
     }
     return Report.from_dict(document, trace=audited.trace)
@@ -200,6 +202,7 @@ def _roofline(audited: Audited) -> dict[str, Any]:
             }
             for row in summary.heaviest
         ],
+        "gemm": asdict(gemm_quantisation(audited.trace, audited.device)),
         "unknown_roofs": list(summary.unknown_roofs),
         "lower_bound": summary.lower_bound,
         "evidence": "derived",
@@ -234,10 +237,10 @@ def _memory(audited: Audited) -> dict[str, Any]:
     }
 
 
-def _precision(ledger: PrecisionLedger) -> dict[str, Any]:
+def _precision(ledger: PrecisionLedger, evidence: str) -> dict[str, Any]:
     return {
         "policy": ledger.policy,
-        "policy_evidence": "declared",
+        "policy_evidence": evidence,
         "autocast_source": ledger.autocast_source,
         "roles": [asdict(role) for role in ledger.roles],
         "role_bytes": _ROLE_BYTES,

@@ -33,6 +33,7 @@ def blocks(report: Report) -> Iterable[Table | Text]:
         yield Text(
             f"Exact tiled attention would remove {units.gb(report.bytes.tiling_removes)} of passes over N x N scores."
         )
+    yield from _gemm(roof.get("gemm"))
     for roof_name in roof.unknown_roofs:
         yield Text(f"No peak is known for {roof_name}: their bound is by bytes alone.", style="yellow")
     yield heading("HEAVIEST OPS", "all executions in all equal layers together")
@@ -46,6 +47,17 @@ def _attention(decisions: tuple[Section, ...]) -> Iterable[Text]:
         yield Text.assemble(("attention ", "bold"), f"{decision.kernel}, {number}: {decision.reason}")
     if len(decisions) > _DECISIONS:
         yield Text(f"attention: {len(decisions) - _DECISIONS} more decisions are in the JSON document", style="dim")
+
+
+def _gemm(gemm: Section | None) -> Iterable[Text]:
+    """What whole tiles and waves leave unused; a report of an earlier release has no such figures."""
+    if gemm is None or gemm.tiles is None:
+        return
+    waves = "" if gemm.waves is None else f", waves fill {100 * gemm.waves:.1f} % of the SMs"
+    yield Text.assemble(
+        ("matmul tiles ", "bold"),
+        f"{gemm.tile[0]} x {gemm.tile[1]} ({gemm.evidence}): {100 * gemm.tiles:.1f} % of their area is output{waves}",
+    )
 
 
 def _families(report: Report) -> Table:

@@ -54,8 +54,8 @@ def _why(attention: Sequence[MaterializedAttention], refusals: Sequence[dict[str
 
 def _response(refused: bool) -> str:
     if refused:
-        return "remove the reason above, or use an exact tiled kernel that takes this call (rooftile.attention)"
-    return "call torch.nn.functional.scaled_dot_product_attention, or rooftile.attention, with the same mask and scale"
+        return "remove the reason above, or use an exact tiled kernel that takes this call"
+    return "call torch.nn.functional.scaled_dot_product_attention with the same mask and scale"
 
 
 RULE = Rule(
