@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,6 +200,35 @@ def test_a_frozen_base_has_no_weight_gradients(h100: Device):
     # Weight gradients of layers 0 and 2, input gradients of layers 1 and 2; the first input needs none.
     assert len(products) == 4
     assert {s.name for s in trace.storages if s.role == "gradient"} == {"0.weight", "2.weight"}
+
+
+def test_the_first_capture_of_a_process_is_as_good_as_the_second():
+    """Torch imports its compiler inside the first layer norm on meta, and that import keeps the model's frames."""
+    code = """
+import torch, rooftile
+from torch import nn
+from rooftile.capture import CaptureOptions, Step, capture
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.norm(x)
+        z = torch.softmax(self.lin(y), -1)
+        return x + z
+
+def storages():
+    with torch.device("meta"):
+        step = Step(nn.Sequential(Block(), Block()), (torch.empty(8, 64),), lambda y: y.sum())
+    options = CaptureOptions(precision="fp16", optimizer="none")  # an optimizer would import the compiler beforehand
+    return capture(step, rooftile.devices.load("h100-sxm"), options).storages
+
+assert storages() == storages()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --------------------------------------------------------------------------------------- Korthikanti et al. 2205.05198

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
         modes = ("meta", "fake")
     for mode in modes:
         try:
-            return _attempt(step, device, options, say, mode)
+            return _undisturbed(step, device, options, say, mode)
         except RooftileError:
             raise
         except Exception as error:
@@ -101,6 +102,20 @@ def _tensors(mode: str) -> Iterator[str]:
             yield "cpu"
     finally:
         log.setLevel(level)
+
+
+def _undisturbed(step: Step, device: Device, options: CaptureOptions, say: Progress, mode: str) -> Trace:
+    """One capture; a second one where the first made torch import its compiler in the middle of the step.
+
+    Some meta kernels do so when they are first called. The exceptions that the import handles keep the frames that they
+    passed through, the model's among them, and so its tensors would seem to live longer than they do.
+    """
+    clean = "torch._dynamo" in sys.modules
+    trace = _attempt(step, device, options, say, mode)
+    if not clean and "torch._dynamo" in sys.modules:
+        gc.collect()
+        trace = _attempt(step, device, options, say, mode)
+    return trace
 
 
 def _attempt(step: Step, device: Device, options: CaptureOptions, say: Progress, mode: str) -> Trace:
