@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rooftile.capture.failures import capture_error
+from rooftile.capture.meta_init import on_meta
 from rooftile.capture.step import Step, StepPhase
 from rooftile.errors import UsageError
 
@@ -32,7 +33,7 @@ def config_step(path: Path, *, batch: int, seq: int | None, phase: StepPhase) ->
         seq = min(_DEFAULT_SEQ, most) if most else _DEFAULT_SEQ
     if most is not None and seq > most:
         raise UsageError(f"seq is {seq}, but {path} has {positions} positions; use {most} or less")
-    with torch.device("meta"):
+    with on_meta():
         model, causal = _build_model(config, path)
         new = 1 if phase == "decode" else seq
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, new, dtype=torch.int64)}

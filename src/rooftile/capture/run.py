@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.capture.checkpointing import checkpoint_blocks
+from rooftile.capture.compiler import compiler_is_imported, without_compiler
 from rooftile.capture.failures import capture_error
 from rooftile.capture.materialize import (
     KV_CACHE_ARGUMENTS,
@@ -107,14 +107,18 @@ def _tensors(mode: str) -> Iterator[str]:
 def _undisturbed(step: Step, device: Device, options: CaptureOptions, say: Progress, mode: str) -> Trace:
     """One capture; a second one where the first made torch import its compiler in the middle of the step.
 
-    Some meta kernels do so when they are first called. The exceptions that the import handles keep the frames that they
-    passed through, the model's among them, and so its tensors would seem to live longer than they do.
+    The exceptions that this import handles keep the frames that they passed through, the model's among them, and so its
+    tensors would seem to live longer than they do.
     """
-    clean = "torch._dynamo" in sys.modules
-    trace = _attempt(step, device, options, say, mode)
-    if not clean and "torch._dynamo" in sys.modules:
+
+    def attempt() -> Trace:
+        return _attempt(step, device, options, say, mode)
+
+    clean = compiler_is_imported()
+    trace = without_compiler(attempt) if mode == "meta" else attempt()
+    if not clean and compiler_is_imported():
         gc.collect()
-        trace = _attempt(step, device, options, say, mode)
+        trace = attempt()
     return trace
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rooftile import zoo
 from rooftile._names import unknown_name
+from rooftile.capture.compiler import without_compiler
 from rooftile.capture.failures import capture_error, user_frame
+from rooftile.capture.meta_init import on_meta
 from rooftile.capture.step import STEP_PHASES, Step, StepPhase
 from rooftile.errors import CaptureError, RooftileError, UsageError
 
@@ -42,7 +42,7 @@ def load_target(
     if target.endswith(".json"):
         from rooftile.capture.hf import config_step
 
-        return config_step(Path(target), batch=batch or 1, seq=seq, phase=phase or "train")
+        return without_compiler(lambda: config_step(Path(target), batch=batch or 1, seq=seq, phase=phase or "train"))
     module_name, colon, function_name = target.rpartition(":")
     if not colon or not function_name or not module_name:
         raise unknown_name(
@@ -68,7 +68,11 @@ def zoo_step(
     name: str, *, batch: int = 1, seq: int | None = None, phase: StepPhase = "train", device: str = "meta"
 ) -> Step:
     """The zoo's step as a Step."""
-    built = zoo.build(name, batch=batch, seq=seq, phase=phase, device=device)
+    sizes: dict[str, Any] = {"batch": batch, "seq": seq, "phase": phase, "device": device}
+    if device == "meta":
+        built = without_compiler(lambda: _on_meta(zoo.build, {"name": name, **sizes}))
+    else:
+        built = zoo.build(name, **sizes)
     config = dataclasses.asdict(built.config)
     return Step(built.model, built.inputs, built.loss, None, built.phase, name, built.batch, built.seq, config)
 
@@ -150,10 +154,14 @@ def _accepted(function: Callable[..., Any], target: str, asked: dict[str, Any]) 
     return taken
 
 
+def _on_meta(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    with on_meta():
+        return function(**arguments)
+
+
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
-        with torch.device("meta"):
-            return function(**arguments)
+        return without_compiler(lambda: _on_meta(function, arguments))
     except RooftileError:
         raise
     except Exception:
