@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import rooftile
 from rooftile import devices, zoo
 from rooftile.capture import CaptureOptions, Step, Trace, capture
 from rooftile.capture.run import _attempt
@@ -110,3 +113,26 @@ def test_the_audited_model_is_left_as_it_was(h100: Device):
     for name, parameter in step.model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
+
+
+def test_sparse_products_are_counted_live_and_unknown_without_data(h100: Device):
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            dense = torch.rand(100, 80)
+            dense[dense > 0.1] = 0
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "sparse CSR tensor support is in beta state"
+                self.register_buffer("a", dense.to_sparse_csr())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a @ x
+
+    model = Sparse()
+    step = Step(model, (torch.randn(80, 16),), phase="prefill")
+    live = rooftile.audit(step, h100, precision="fp32", live=True)
+    assert live.coverage.unknown_ops == ()
+    assert live.flops.total == 2 * model.a._nnz() * 16
+    fake = rooftile.audit(step, h100, precision="fp32")
+    assert len(fake.coverage.unknown_ops) == 1
+    assert any("--live" in note for note in fake.trace.notes)

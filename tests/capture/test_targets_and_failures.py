@@ -301,3 +301,12 @@ def test_every_device_class_runs_every_phase(name: str):
         assert {op.phase for op in trace.ops} == (
             {"forward", "backward", "optimizer"} if phase == "train" else {"forward"}
         )
+
+
+def test_a_compiled_model_is_audited_as_the_model_that_it_wraps(h100: Device):
+    model = nn.Linear(8, 8)
+    plain, compiled = (
+        capture(Step(m, (torch.randn(2, 8),), lambda y: y.sum()), h100, CaptureOptions())
+        for m in (model, torch.compile(model))
+    )
+    assert compiled.ops == plain.ops

@@ -8,7 +8,7 @@ from costs_recorder import call, calls_of, meta, plain, to_meta
 
 from rooftile.capture.trace import Call, TensorMeta
 from rooftile.costs import Cost, cost_of
-from rooftile.costs.sparse import csr_bytes
+from rooftile.costs.layouts import csr_bytes
 from rooftile.errors import UsageError
 
 LAYERS = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU, "RNN_TANH": torch.nn.RNN}

@@ -29,7 +29,12 @@ def describe(tensor: Tensor) -> TensorMeta:
     if tensor.layout is torch.strided:
         return TensorMeta(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype])
     layout = str(tensor.layout).removeprefix("torch.")
-    nnz = tensor._nnz()
+    if tensor.layout is torch.sparse_csr and tensor.crow_indices().dtype == torch.int32:
+        layout = "sparse_csr[int32]"
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    # Fake and meta tensors keep no non-zeros: how many there are is unknown then, not none.
+    nnz = None if tensor.is_meta or isinstance(tensor, FakeTensor) else tensor._nnz()
     return TensorMeta(tuple(tensor.shape), (0,) * tensor.dim(), _DTYPES[tensor.dtype], layout, nnz)
 
 
@@ -119,8 +124,7 @@ class Recorder(TorchDispatchMode):
     def storage_id(self, tensor: Tensor, meta: TensorMeta, born: int) -> int:
         """The id of the tensor's storage, which is recorded as born at ``born`` if it was not known."""
         if meta.layout != "strided":
-            tensor = tensor.values() if meta.layout in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc") else (
-                tensor._values())  # fmt: skip
+            tensor = tensor._values() if meta.layout == "sparse_coo" else tensor.values()
         storage = tensor.untyped_storage()
         address = storage._cdata
         known = self._live.get(address)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftile.capture.trace import Call, TensorMeta
-from rooftile.costs.operands import NotCountableError, keyword, reads, tensor, total_bytes, writes
-from rooftile.costs.record import Cost
+from rooftile.costs.operands import keyword, reads, tensor, total_bytes, writes
+from rooftile.costs.record import Cost, NotCountableError
 from rooftile.costs.registry import formula
 from rooftile.costs.tiles import visited_scores
 

@@ -7,7 +7,8 @@ from math import prod
 from typing import NamedTuple
 
 from rooftile.capture.trace import ITEMSIZE, Call, TensorMeta
-from rooftile.costs.operands import NotCountableError, keyword, split_operator, tensor
+from rooftile.costs.operands import keyword, split_operator, tensor
+from rooftile.costs.record import NotCountableError
 from rooftile.errors import UsageError
 
 __all__ = [

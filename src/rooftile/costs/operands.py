@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from rooftile.capture.trace import ITEMSIZE, Call, TensorMeta, tensors_in
+from rooftile.costs.layouts import sparse_bytes
+from rooftile.costs.record import NotCountableError
 
 __all__ = [
-    "NotCountableError",
     "base_name",
     "bytes_of",
     "is_in_place",
@@ -55,10 +56,6 @@ MUTATED_ARGUMENTS: dict[str, tuple[int, ...]] = {
 }
 
 
-class NotCountableError(Exception):
-    """A formula met an operand it can't count (an unknown dtype or layout): the operator is then listed as unknown."""
-
-
 @lru_cache(maxsize=4096)
 def split_operator(operator: str) -> tuple[str, str, str]:
     """``aten.add.Tensor`` to ``("aten", "add", "Tensor")``; a missing overload is ``"default"``."""
@@ -88,8 +85,6 @@ def bytes_of(meta: TensorMeta) -> int:
     if itemsize is None:
         raise NotCountableError(f"dtype {meta.dtype}")
     if meta.layout != "strided":
-        from rooftile.costs.sparse import sparse_bytes  # the sparse formats build on this module
-
         return sparse_bytes(meta)
     distinct, reach = 1, 1
     for size, step in zip(meta.shape, meta.stride, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Cost", "Family", "Roof"]
+__all__ = ["Cost", "Family", "NotCountableError", "Roof"]
 
 Family = Literal[
     "matmul", "attention", "convolution", "rnn", "sparse",
@@ -42,3 +42,7 @@ class Cost:
     def bytes(self) -> int:
         """Bytes read plus bytes written."""
         return self.bytes_read + self.bytes_written
+
+
+class NotCountableError(Exception):
+    """A formula met an operand it can't count (an unknown dtype or layout): the operator is then listed as unknown."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from rooftile.capture.trace import Call, Trace
-from rooftile.costs.operands import NotCountableError, is_in_place, split_operator
-from rooftile.costs.record import Cost, Family
+from rooftile.costs.operands import is_in_place, split_operator
+from rooftile.costs.record import Cost, Family, NotCountableError
 from rooftile.errors import UsageError
 
 __all__ = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rooftile.capture.trace import Call, TensorMeta
-from rooftile.costs.operands import NotCountableError, reads, tensor, total_bytes, writes
-from rooftile.costs.record import Cost
+from rooftile.costs.operands import reads, tensor, total_bytes, writes
+from rooftile.costs.record import Cost, NotCountableError
 from rooftile.costs.registry import formula
 
 __all__: list[str] = []
