@@ -303,6 +303,7 @@ def test_every_device_class_runs_every_phase(name: str):
         )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 def test_a_compiled_model_is_audited_as_the_model_that_it_wraps(h100: Device):
     model = nn.Linear(8, 8)
     plain, compiled = (

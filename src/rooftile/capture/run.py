@@ -50,8 +50,9 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
         The model can't run without data; the sentence names the user's file and line.
     """
     say = progress or (lambda _: None)
-    if hasattr(step.model, "_orig_mod"):  # torch.compile's wrapper: what it will fuse is unknown, what it runs is not
-        step = replace(step, model=step.model._orig_mod)
+    wrapped = getattr(step.model, "_orig_mod", None)
+    if isinstance(wrapped, nn.Module):  # torch.compile's wrapper: what it will fuse is unknown, what it runs is not
+        step = replace(step, model=wrapped)
     if options.live:
         modes: tuple[str, ...] = ("live",)
     else:
