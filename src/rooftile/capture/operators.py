@@ -261,7 +261,9 @@ def _rnn_backward_cpu(
     grads: list[Tensor], x: Tensor, hx: list[Tensor], weights: list[Tensor], output: Tensor, reserve: Tensor,
     mode: str, num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> list[Tensor]:  # fmt: skip
-    with torch.enable_grad():
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    # An operator runs below autograd; its gradient by recomputation needs autograd once more.
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
         leaves = [t.detach().requires_grad_() for t in (x, *hx, *weights)]
         state, parameters = leaves[1 : 1 + len(hx)], leaves[1 + len(hx) :]
         values = _rnn_composite(
