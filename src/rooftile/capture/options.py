@@ -15,6 +15,9 @@ OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "adamw-loop", "sgd", "non
 CHECKPOINT = ("none", "blocks")
 ATTENTION = ("auto", "tiled", "materialized")
 
+#: Every micro-batch is captured, so that the trace is of the whole step.
+MAX_MICRO_BATCHES = 256
+
 _CHOICES = {"precision": PRECISIONS, "optimizer": OPTIMIZERS, "checkpoint": CHECKPOINT, "attention": ATTENTION}
 
 
@@ -44,8 +47,11 @@ class CaptureOptions:
             value = getattr(self, name)
             if value not in choices and not (name == "precision" and value is None):
                 raise unknown_name(name, str(value), choices)
-        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise UsageError(f"micro_batches is {self.micro_batches!r}; give a whole number of at least 1.")
+        if not isinstance(self.micro_batches, int) or not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
+            raise UsageError(
+                f"micro_batches is {self.micro_batches!r}; give a whole number from 1 to {MAX_MICRO_BATCHES} (each one "
+                "is captured; from the second on they are alike, so more of them multiply what that shows)."
+            )
 
     def with_(self, **changes: Any) -> CaptureOptions:
         """The same choices with some of them changed."""
