@@ -1,0 +1,370 @@
+// Rounding to a format and counting exponents. Written as plain loops over integers that the compiler turns into vector code for
+// the instruction set of this copy (ROOFTILE_ISA); the steps are those of rooftile/formats/rounding.py and give the same bits.
+#include "formats_kernels.h"
+
+#ifndef ROOFTILE_ISA
+#define ROOFTILE_ISA portable
+#endif
+
+namespace rooftile {
+namespace ROOFTILE_ISA {
+namespace {
+
+constexpr uint32_t kMagnitude = 0x7fffffffu;
+constexpr uint32_t kInf = 0x7f800000u;
+
+// Wide: the format's normal range starts where fp32's does, so every element has the same shift.
+template <int32_t kMode, bool kWide>
+void round_loop(const uint32_t* __restrict in, uint32_t* __restrict out, size_t n, const RoundPlan& plan_in) {
+  const RoundPlan plan = plan_in;  // a local copy can't alias the output
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t bits = in[i];
+    const uint32_t a = bits & kMagnitude;
+    const bool negative = bits >> 31;
+    uint32_t rounded;
+    const bool away = kMode == kUp ? !negative : kMode == kDown ? negative : false;
+    if (kWide) {
+      const uint32_t shift = static_cast<uint32_t>(plan.normal_shift);
+      const uint32_t whole = 1u << shift;
+      uint32_t add = 0;
+      if (kMode == kNearestEven) add = (whole >> 1) - 1 + ((a >> shift) & 1);
+      if (kMode == kUp || kMode == kDown) add = away ? whole - 1 : 0;
+      rounded = ((a + add) >> shift) << shift;
+    } else {
+      const int32_t exponent = static_cast<int32_t>(a >> 23);
+      const int32_t field = exponent < 1 ? 1 : exponent;
+      const uint32_t base = static_cast<uint32_t>(field - 1) << 23;
+      const uint32_t significand = a - base;
+      const int32_t below = plan.min_field - field;
+      const int32_t wanted = plan.normal_shift + (below > 0 ? below + plan.flush_shift : 0);
+      const uint32_t shift = static_cast<uint32_t>(wanted > 25 ? 25 : wanted);
+      const uint32_t whole = 1u << shift;
+      uint32_t add = 0;
+      if (kMode == kNearestEven) add = (whole >> 1) - 1 + ((significand >> shift) & 1);
+      if (kMode == kUp || kMode == kDown) add = away ? whole - 1 : 0;
+      const uint32_t steps = (significand + add) >> shift;
+      // Past the significand's width the result is zero or one step.
+      rounded = shift > 23 ? (steps ? plan.smallest_bits : 0u) : base + (steps << shift);
+    }
+    rounded = rounded == 0 ? plan.zero_bits : rounded;
+    rounded = rounded > plan.largest_bits ? (negative ? plan.overflow_down : plan.overflow_up) : rounded;
+    rounded = a == kInf ? plan.inf_bits : rounded;
+    rounded = a > kInf ? kNan : rounded;
+    if (plan.sign_mask == 0) rounded = (negative && a != 0) ? kNan : rounded;
+    const uint32_t sign = (rounded != 0 || plan.keeps_minus_zero) ? (bits & plan.sign_mask) : 0u;
+    out[i] = rounded | sign;
+  }
+}
+
+template <int32_t kMode>
+void round_mode(const uint32_t* in, uint32_t* out, size_t n, const RoundPlan& plan) {
+  // A wide format without subnormals, or without zero, takes the general loop.
+  if (plan.min_field <= 1 && plan.flush_shift == 0) {
+    round_loop<kMode, true>(in, out, n, plan);
+  } else {
+    round_loop<kMode, false>(in, out, n, plan);
+  }
+}
+
+// ---- Exponent histogram -------------------------------------------------------------------------------------------------
+//
+// Counting is bound by stores: one increment of a table a cycle. So two elements share one increment. A *slot* (6 bits) is the
+// sign and how many binades the element lies below a base exponent; two slots make the index of a 4096-entry table. Slots:
+// 0..29 binades, kZeroSlot, and kRestSlot for what is left (outside the window, subnormal, Inf, NaN), counted one by one.
+
+constexpr size_t kBlock = 2048;  // elements: the block, its indices and the hot lines of the tables share the L1 cache
+constexpr size_t kHalf = kBlock / 2;
+constexpr uint16_t kWindow = 30;
+constexpr uint16_t kZeroSlot = 30;
+constexpr uint16_t kRestSlot = 31;
+constexpr int kSlotBits = 6;
+constexpr int kPairTables = 4;  // runs of one exponent would otherwise wait for their own stores
+constexpr size_t kHeavy = kBlock / 16;  // more rest elements than this in a block, and the plain loop is faster
+
+template <typename UInt, int kFraction>
+struct Layout {
+  static constexpr int fraction = kFraction;
+  static constexpr UInt sign = UInt(1) << (8 * sizeof(UInt) - 1);
+  static constexpr UInt magnitude = sign - 1;
+  static constexpr UInt inf = magnitude >> kFraction << kFraction;
+  static constexpr UInt tiny = UInt(1) << kFraction;
+  static constexpr int fields = 1 << (8 * sizeof(UInt) - kFraction);  // sign included
+};
+
+template <typename UInt, int kFraction>
+struct Counter {
+  using L = Layout<UInt, kFraction>;
+  static constexpr int kTopFraction = kFraction - (8 * static_cast<int>(sizeof(UInt)) - 16);
+  static constexpr uint16_t kTopExponent = 0x7fff >> kTopFraction << kTopFraction;
+
+  int64_t* fields;
+  Special* special;
+  UInt base = 0;  // exponent field of slot 0
+  alignas(64) uint16_t top[kBlock];
+  alignas(64) uint16_t index[kBlock];
+  uint32_t pairs[kPairTables][1 << (2 * kSlotBits)];
+  uint32_t plain[kPairTables][L::fields];
+  size_t since_flush = 0;
+
+  void start(int64_t* fields_out, Special* special_out) {
+    fields = fields_out;
+    special = special_out;
+    __builtin_memset(pairs, 0, sizeof pairs);
+    __builtin_memset(plain, 0, sizeof plain);
+  }
+
+  // From the upper 16 bits alone (sign, exponent, a few fraction bits), so that 32 lanes fit a vector. Exponent field 0 counts
+  // as zero: blocks with subnormals never get here.
+  static uint16_t slot_of(uint16_t top, uint16_t base) {
+    const uint16_t exponent = top & kTopExponent;
+    const uint16_t below = static_cast<uint16_t>(base - (exponent >> kTopFraction));  // wraps above the base, far outside
+    uint16_t slot = below < kWindow ? below : kRestSlot;
+    slot = exponent == 0 ? kZeroSlot : slot;
+    return static_cast<uint16_t>(slot | (top >> 15 << (kSlotBits - 1)));
+  }
+
+  void note_extremes(UInt largest, UInt smallest_less_one) {
+    if (largest > special->largest) special->largest = largest;
+    if (smallest_less_one < L::magnitude && uint64_t(smallest_less_one) + 1 < special->smallest) {
+      special->smallest = uint64_t(smallest_less_one) + 1;
+    }
+  }
+
+  void add_one(UInt bits) {
+    const UInt a = bits & L::magnitude;
+    const int negative = (bits & L::sign) != 0;
+    if (a > L::inf) {
+      special->nans += 1;
+    } else if (a == L::inf) {
+      special->infs[negative] += 1;
+    } else if (a == 0) {
+      special->zeros[negative] += 1;
+    } else {
+      if (a < L::tiny) {
+        special->subnormals[negative][63 - __builtin_clzll(a)] += 1;
+      } else {
+        fields[bits >> kFraction] += 1;
+      }
+      note_extremes(a, a - 1);
+    }
+  }
+
+  void add_block(const UInt* block) {
+    UInt largest, smallest;
+    take_tops(block, top, &largest, &smallest);
+    if (smallest < L::tiny - 1) return add_plain(block, kBlock, largest, smallest);  // subnormals
+    if (index_pairs(top, static_cast<uint16_t>(base), index)) {
+      size_t rest = 0;
+      for (size_t i = 0; i < kHalf; ++i) {
+        rest += (index[i] & kRestSlot) == kRestSlot;
+        rest += (index[i] >> kSlotBits & kRestSlot) == kRestSlot;
+      }
+      if (rest > kHeavy) return add_plain(block, kBlock, largest, smallest);
+      add_rest(block, largest >= L::inf);
+    }
+    if (largest < L::inf) note_extremes(largest, smallest);
+    count_pairs(index, pairs);
+    since_flush += kBlock;
+  }
+
+  // This and the next two are free of `this`, so that the compiler knows what can't overlap and vectorises.
+  static void take_tops(const UInt* __restrict block, uint16_t* __restrict tops, UInt* largest_out, UInt* smallest_less_one) {
+    UInt largest = 0, smallest = ~UInt(0);
+    for (size_t i = 0; i < kBlock; ++i) {
+      const UInt bits = block[i];
+      const UInt a = bits & L::magnitude;
+      tops[i] = static_cast<uint16_t>(bits >> (8 * sizeof(UInt) - 16));
+      largest = a > largest ? a : largest;
+      smallest = UInt(a - 1) < smallest ? UInt(a - 1) : smallest;  // a zero wraps to the largest integer
+    }
+    *largest_out = largest;
+    *smallest_less_one = smallest;
+  }
+
+  // Returns whether a rest element is among them.
+  static bool index_pairs(const uint16_t* __restrict tops, uint16_t window, uint16_t* __restrict out) {
+    uint16_t highest = 0;
+    for (size_t i = 0; i < kHalf; ++i) {
+      const uint16_t first = slot_of(tops[i], window), second = slot_of(tops[i + kHalf], window);
+      const uint16_t a = first & kRestSlot, b = second & kRestSlot;
+      const uint16_t high = a > b ? a : b;
+      highest = high > highest ? high : highest;
+      out[i] = static_cast<uint16_t>(first | second << kSlotBits);
+    }
+    return highest == kRestSlot;
+  }
+
+  static void count_pairs(const uint16_t* __restrict in, uint32_t (*__restrict tables)[1 << (2 * kSlotBits)]) {
+    for (size_t i = 0; i < kHalf; i += 8) {
+      uint64_t four[2];
+      __builtin_memcpy(four, in + i, sizeof four);  // two loads instead of eight
+      tables[0][uint16_t(four[0])] += 1;
+      tables[1][uint16_t(four[0] >> 16)] += 1;
+      tables[2][uint16_t(four[0] >> 32)] += 1;
+      tables[3][four[0] >> 48] += 1;
+      tables[0][uint16_t(four[1])] += 1;
+      tables[1][uint16_t(four[1] >> 16)] += 1;
+      tables[2][uint16_t(four[1] >> 32)] += 1;
+      tables[3][four[1] >> 48] += 1;
+    }
+  }
+
+  void add_rest(const UInt* block, bool extremes_unknown) {
+    for (size_t i = 0; i < kHalf; ++i) {
+      if ((index[i] & kRestSlot) == kRestSlot) add_one(block[i]);
+      if ((index[i] >> kSlotBits & kRestSlot) == kRestSlot) add_one(block[i + kHalf]);
+    }
+    if (!extremes_unknown) return;
+    for (size_t i = 0; i < kBlock; ++i) {
+      const UInt a = block[i] & L::magnitude;
+      if (a < L::inf) note_extremes(a, a - 1);
+    }
+  }
+
+  // Any number of elements up to a block, whatever they are; moves the window to them for the blocks that follow.
+  void add_plain(const UInt* block, size_t count, UInt largest, UInt smallest_less_one) {
+    for (size_t i = 0; i < count; ++i) index[i] = static_cast<uint16_t>(block[i] >> kFraction);
+    size_t i = 0;
+    for (; i + kPairTables <= count; i += kPairTables)
+      for (int t = 0; t < kPairTables; ++t) plain[t][index[i + t]] += 1;
+    for (; i < count; ++i) plain[0][index[i]] += 1;
+    since_flush += count;
+    UInt zeros = 0, minus_zeros = 0;
+    for (i = 0; i < count; ++i) {
+      zeros += block[i] == 0 ? UInt(1) : UInt(0);
+      minus_zeros += block[i] == L::sign ? UInt(1) : UInt(0);
+    }
+    special->zeros[0] += zeros;
+    special->zeros[1] += minus_zeros;
+    if (largest >= L::inf || smallest_less_one < L::tiny - 1) {
+      largest = add_special(block, count);
+    } else {
+      note_extremes(largest, smallest_less_one);
+    }
+    const UInt field = largest >> kFraction;
+    if (field > base || field + kWindow / 2 < base) {
+      flush();
+      base = field;
+    }
+  }
+
+  // Subnormals, Inf, NaN and the extremes of a block. Returns the largest finite magnitude.
+  UInt add_special(const UInt* block, size_t count) {
+    UInt infs = 0, minus_infs = 0, nans = 0, subnormals = 0, largest = 0, smallest = ~UInt(0);
+    for (size_t i = 0; i < count; ++i) {
+      infs += block[i] == L::inf ? UInt(1) : UInt(0);
+      minus_infs += block[i] == (L::inf | L::sign) ? UInt(1) : UInt(0);
+    }
+    for (size_t i = 0; i < count; ++i) {
+      const UInt a = block[i] & L::magnitude;
+      const UInt less_one = a - 1;
+      nans += a > L::inf ? UInt(1) : UInt(0);
+      subnormals += less_one < L::tiny - 1 ? UInt(1) : UInt(0);
+      const UInt finite = a < L::inf ? a : UInt(0);
+      largest = finite > largest ? finite : largest;
+      const UInt candidate = a < L::inf ? less_one : ~UInt(0);
+      smallest = candidate < smallest ? candidate : smallest;
+    }
+    special->infs[0] += infs;
+    special->infs[1] += minus_infs;
+    special->nans += nans;
+    note_extremes(largest, smallest);
+    for (size_t i = 0; subnormals != 0 && i < count; ++i) {
+      const UInt a = block[i] & L::magnitude;
+      if (a == 0 || a >= L::tiny) continue;
+      special->subnormals[(block[i] & L::sign) != 0][63 - __builtin_clzll(a)] += 1;
+    }
+    return largest;
+  }
+
+  // Empties the tables into 64-bit counts. Fields 0 and top of `fields` are left to Special and mean nothing.
+  void flush() {
+    for (uint32_t pair = 0; pair < 1u << (2 * kSlotBits); ++pair) {
+      int64_t count = 0;
+      for (int t = 0; t < kPairTables; ++t) count += pairs[t][pair];
+      if (count == 0) continue;
+      add_slot(pair & 63, count);
+      add_slot(pair >> kSlotBits, count);
+    }
+    for (int t = 0; t < kPairTables; ++t)
+      for (int f = 0; f < L::fields; ++f) fields[f] += plain[t][f];
+    __builtin_memset(pairs, 0, sizeof pairs);
+    __builtin_memset(plain, 0, sizeof plain);
+    since_flush = 0;
+  }
+
+  void add_slot(uint32_t slot, int64_t count) {
+    const int negative = slot >> (kSlotBits - 1);
+    const uint32_t below = slot & kRestSlot;
+    if (below == kZeroSlot) special->zeros[negative] += count;
+    if (below < kWindow) fields[(negative ? L::fields / 2 : 0) + (base - below)] += count;
+  }
+};
+
+template <typename UInt, int kFraction, typename Load>
+void histogram_of(size_t n, int64_t* fields, Special* special, Load load) {
+  constexpr size_t kFlush = size_t(1) << 30;  // elements before a 32-bit count could overflow
+  Counter<UInt, kFraction> counter;
+  counter.start(fields, special);
+  alignas(64) UInt scratch[kBlock];
+  for (size_t start = 0; start < n; start += kBlock) {
+    const size_t count = n - start < kBlock ? n - start : kBlock;
+    const UInt* block = load(start, count, scratch);
+    if (count == kBlock) {
+      counter.add_block(block);
+    } else {
+      counter.add_plain(block, count, Layout<UInt, kFraction>::inf, 0);  // extremes unknown
+    }
+    if (counter.since_flush >= kFlush) counter.flush();
+  }
+  counter.flush();
+}
+
+// fp16 as fp32 bits. A subnormal goes through an integer, never through an fp32 subnormal, so a caller's flush-to-zero setting
+// changes nothing; every non-zero fp16 value is a normal fp32 value.
+uint32_t widen_fp16(uint16_t half) {
+  const uint32_t a = half & 0x7fffu;
+  const float subnormal = static_cast<float>(static_cast<int32_t>(a)) * 0x1p-24f;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &subnormal, sizeof bits);
+  const uint32_t normal = (a << 13) + (112u << 23) + ((a >= 0x7c00u ? 1u : 0u) << 30);  // Inf and NaN: 112 exponents more
+  const uint32_t choice = 0u - (a < 0x400u ? 1u : 0u);  // a mask, since a branch here keeps the loop from being vectorised
+  bits = (bits & choice) | (normal & ~choice);
+  return bits | static_cast<uint32_t>(half & 0x8000u) << 16;
+}
+
+}  // namespace
+
+void round_fp32(const uint32_t* in, uint32_t* out, size_t n, const RoundPlan& plan) {
+  switch (plan.mode) {
+    case kNearestEven: return round_mode<kNearestEven>(in, out, n, plan);
+    case kTowardZero: return round_mode<kTowardZero>(in, out, n, plan);
+    case kUp: return round_mode<kUp>(in, out, n, plan);
+    default: return round_mode<kDown>(in, out, n, plan);
+  }
+}
+
+void histogram(const void* in, size_t n, int32_t source, int64_t* fields, Special* special) {
+  const uint16_t* half = static_cast<const uint16_t*>(in);
+  const uint32_t* single = static_cast<const uint32_t*>(in);
+  const uint64_t* wide = static_cast<const uint64_t*>(in);
+  switch (source) {
+    case kFp32:
+      return histogram_of<uint32_t, 23>(n, fields, special, [=](size_t start, size_t, uint32_t*) { return single + start; });
+    case kBf16:
+      return histogram_of<uint32_t, 23>(n, fields, special, [=](size_t start, size_t count, uint32_t* scratch) {
+        for (size_t i = 0; i < count; ++i) scratch[i] = static_cast<uint32_t>(half[start + i]) << 16;
+        return scratch;
+      });
+    case kFp16:
+      return histogram_of<uint32_t, 23>(n, fields, special, [=](size_t start, size_t count, uint32_t* scratch) {
+        for (size_t i = 0; i < count; ++i) scratch[i] = widen_fp16(half[start + i]);
+        return scratch;
+      });
+    default:
+      return histogram_of<uint64_t, 52>(n, fields, special, [=](size_t start, size_t, uint64_t*) { return wide + start; });
+  }
+}
+
+}  // namespace ROOFTILE_ISA
+}  // namespace rooftile
