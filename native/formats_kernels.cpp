@@ -327,7 +327,7 @@ uint32_t widen_fp16(uint16_t half) {
   const float subnormal = static_cast<float>(static_cast<int32_t>(a)) * 0x1p-24f;
   uint32_t bits;
   __builtin_memcpy(&bits, &subnormal, sizeof bits);
-  const uint32_t normal = (a << 13) + (112u << 23) + ((a >= 0x7c00u ? 1u : 0u) << 30);  // Inf and NaN: 112 exponents more
+  const uint32_t normal = (a << 13) + (112u << 23) + ((a >= 0x7c00u ? 112u : 0u) << 23);  // Inf, NaN: field 255
   const uint32_t choice = 0u - (a < 0x400u ? 1u : 0u);  // a mask, since a branch here keeps the loop from being vectorised
   bits = (bits & choice) | (normal & ~choice);
   return bits | static_cast<uint32_t>(half & 0x8000u) << 16;

@@ -1,0 +1,188 @@
+"""What a format would do to a tensor's range, asked of its exponent histogram alone.
+
+A threshold that falls on the edge of a binade, or beyond the tensor's extremes, gives an exact count; one that falls
+inside a binade gives a lower and an upper bound, which differ by that binade's count. Both are always returned.
+All comparisons are in exact rational arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rooftile.errors import UsageError
+from rooftile.formats.catalogue import get_format
+from rooftile.formats.format import FloatFormat
+from rooftile.formats.histogram import ExponentHistogram
+from rooftile.formats.reference import overflow_threshold
+
+__all__ = ["CountBound", "LossScaleWindow", "flushed", "loss_scale_window", "overflowed", "subnormal"]
+
+
+@dataclass(frozen=True, slots=True)
+class CountBound:
+    """A count between ``low`` and ``high`` (equal if it is exact) out of ``of`` finite non-zero values."""
+
+    low: int
+    high: int
+    of: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether the histogram alone settles the count."""
+        return self.low == self.high
+
+    @property
+    def fraction_low(self) -> float:
+        """``low`` as a fraction of the finite non-zero values; 0.0 of none."""
+        return self.low / self.of if self.of else 0.0
+
+    @property
+    def fraction_high(self) -> float:
+        """``high`` as a fraction of the finite non-zero values; 0.0 of none."""
+        return self.high / self.of if self.of else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaleWindow:
+    """Loss scales under which no finite value of the tensor overflows and (almost) none is flushed.
+
+    ``low`` and ``high`` are the ends [S_lo, S_hi]; with ``allowed`` flushed values, ``low`` stands for a scale that
+    surely suffices. ``empty`` windows are an answer: the tensor is wider than the format. ``powers_of_two`` are the
+    exponents of the powers of two inside.
+    """
+
+    fmt: str
+    low: float
+    high: float
+    allowed: int
+    powers_of_two: range
+
+    @property
+    def empty(self) -> bool:
+        """Whether no scale serves."""
+        return self.low > self.high
+
+    @property
+    def reading(self) -> str:
+        """One line for a person."""
+        if self.empty:
+            return f"no loss scale serves {self.fmt}: what saves the small values overflows the large ones"
+        if not len(self.powers_of_two):
+            return f"loss scales {self.low:.4g} to {self.high:.4g} serve {self.fmt}, none of them a power of two"
+        first, last = self.powers_of_two[0], self.powers_of_two[-1]
+        return f"loss scales 2^{first} to 2^{last} keep every value inside {self.fmt}"
+
+
+def _checked_scale(encode_scale: float) -> Fraction:
+    if not (math.isfinite(encode_scale) and encode_scale > 0):
+        raise UsageError(f"encode_scale is {encode_scale}; give a positive finite number")
+    return Fraction(encode_scale)
+
+
+def _count_up_to(h: ExponentHistogram, threshold: Fraction, inclusive: bool) -> CountBound:
+    """How many magnitudes are below ``threshold`` (or equal to it, if ``inclusive``)."""
+    low = high = 0
+    smallest, largest = Fraction(h.amin), Fraction(h.amax)
+    for exponent, count in h.counts.items():
+        first, end = max(Fraction(2) ** exponent, smallest), Fraction(2) ** (exponent + 1)
+        all_below = end <= threshold or (
+            largest < end and (largest < threshold or (inclusive and largest == threshold))
+        )
+        some_below = first < threshold or (inclusive and first == threshold)
+        low += count if all_below else 0
+        high += count if some_below else 0
+    # The extremes are known exactly, so a threshold between them leaves one value on each side of it.
+    if h.nonzero and low == 0 and (smallest < threshold or (inclusive and smallest == threshold)):
+        low = 1
+    if h.nonzero and high == h.nonzero and (largest > threshold or (not inclusive and largest == threshold)):
+        high -= 1
+    return CountBound(min(low, high), max(low, high), h.nonzero)
+
+
+def _not_below(bound: CountBound) -> CountBound:
+    return CountBound(bound.of - bound.high, bound.of - bound.low, bound.of)
+
+
+def flushed(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float = 1.0) -> CountBound:
+    """Non-zero values that round (to nearest) to zero in ``fmt`` after multiplication by ``encode_scale``.
+
+    Raises:
+        UsageError: a scale that is not positive and finite, or an unknown format.
+    """
+    fmt = get_format(fmt)
+    scale = _checked_scale(encode_scale)
+    if not fmt.zero:
+        return CountBound(0, 0, h.nonzero)
+    return _count_up_to(h, Fraction(fmt.smallest_subnormal) / 2 / scale, inclusive=True)
+
+
+def subnormal(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float = 1.0) -> CountBound:
+    """Values that lie below the smallest normal of ``fmt`` after scaling, the flushed ones included: resolution is
+    lost.
+    """
+    fmt = get_format(fmt)
+    return _count_up_to(h, Fraction(fmt.tiny) / _checked_scale(encode_scale), inclusive=False)
+
+
+def overflowed(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float = 1.0) -> CountBound:
+    """Finite values that round (to nearest) beyond the largest of ``fmt`` after scaling: Inf, NaN or saturated."""
+    fmt = get_format(fmt)
+    edge = overflow_threshold(fmt) / _checked_scale(encode_scale)
+    return _not_below(_count_up_to(h, edge, inclusive=_tie_stays(fmt)))
+
+
+def _tie_stays(fmt: FloatFormat) -> bool:
+    """Whether the tie at the overflow edge goes back to the largest value, an even multiple of its spacing."""
+    return fmt.max_code % 2 == 0 if fmt.fraction_bits else False
+
+
+def loss_scale_window(h: ExponentHistogram, fmt: FloatFormat | str = "fp16", allowed: float = 0.0) -> LossScaleWindow:
+    """The scales [S_lo, S_hi] that bring the tensor into ``fmt``.
+
+    Args:
+        h: the histogram of the unscaled gradients.
+        fmt: the format that they are stored in.
+        allowed: fraction of the non-zero values that may be flushed. With 0 both ends are exact (from ``amin`` and
+            ``amax``, rounded inwards to fp64); otherwise ``low`` is the least scale that the binade counts guarantee.
+
+    Raises:
+        UsageError: nothing finite and non-zero was counted, or ``allowed`` lies outside [0, 1).
+    """
+    fmt = get_format(fmt)
+    if not 0 <= allowed < 1:
+        raise UsageError(f"allowed is {allowed}; give a fraction in [0, 1)")
+    if not h.nonzero:
+        raise UsageError("the histogram has no finite non-zero value, so every loss scale serves; check the gradients")
+    budget = math.floor(allowed * h.nonzero)
+    smallest = _smallest_to_keep(h, budget)
+    threshold = Fraction(fmt.smallest_subnormal) / 2 if fmt.zero else Fraction(0)
+    # At S_lo the product must exceed the flush threshold; at S_hi it must stay below the overflow edge (or on it).
+    low = _next_float(threshold / smallest, up=True, strict=True)
+    high = _next_float(overflow_threshold(fmt) / Fraction(h.amax), up=False, strict=not _tie_stays(fmt))
+    first, last = math.frexp(low)[1] - 1 if low > 0 else -1074, math.frexp(high)[1] - 1
+    powers = [e for e in range(first, last + 1) if low <= math.ldexp(1.0, e) <= high]
+    return LossScaleWindow(fmt.name, low, high, budget, range(powers[0], powers[-1] + 1) if powers else range(0))
+
+
+def _smallest_to_keep(h: ExponentHistogram, budget: int) -> Fraction:
+    """A magnitude below which at most ``budget`` values lie: a binade's lower edge, or amin itself."""
+    below = 0
+    for exponent, count in h.counts.items():
+        if below + count > budget:
+            return max(Fraction(2) ** exponent, Fraction(h.amin))
+        below += count
+    return Fraction(h.amax)
+
+
+def _next_float(exact: Fraction, up: bool, strict: bool) -> float:
+    """The fp64 value nearest to ``exact`` on the asked side of it."""
+    try:
+        near = float(exact)
+    except OverflowError:
+        return math.inf if up else 1.7976931348623157e308
+    toward = math.inf if up else -math.inf
+    while (Fraction(near) < exact if up else Fraction(near) > exact) or (strict and Fraction(near) == exact):
+        near = math.nextafter(near, toward)
+    return near
