@@ -32,8 +32,7 @@ from .values import random_values, same, tricky_values
 ADDERS = ["fp32", "tf32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2fnuz", "fp4_e2m1"]
 
 
-# Sums that are rounded once
-# ---------------------------------------------------------------------------------------------
+# --- Sums that are rounded once ---
 
 
 @pytest.mark.parametrize("name", ADDERS)
@@ -76,8 +75,7 @@ def test_the_exact_sum_rounds_as_a_sum_of_fractions(generator: torch.Generator) 
             assert round_value(exact_sum(terms), name) == round_value(exact, name)
 
 
-# Updates
-# ----------------------------------------------------------------------------------------------------------------
+# --- Updates ---
 
 
 @pytest.mark.parametrize(("fmt", "update"), [("fp16", 1e-4), ("bf16", 1e-3), ("fp32", 1e-8)])
@@ -145,8 +143,7 @@ def test_updates_of_another_shape_or_dtype_are_refused() -> None:
     assert swallowed_updates(torch.empty(0), torch.empty(0), "bf16").fraction == 0.0
 
 
-# Accumulation
-# -----------------------------------------------------------------------------------------------------------
+# --- Accumulation ---
 
 
 def test_ten_thousand_serial_additions_of_an_eighth_stop_at_256_in_fp16() -> None:
@@ -230,8 +227,7 @@ def test_the_condition_number_of_a_sum() -> None:
         cancellation(torch.tensor([math.nan]))
 
 
-# Softmax
-# ----------------------------------------------------------------------------------------------------------------
+# --- Softmax ---
 
 
 @pytest.mark.parametrize(
@@ -260,8 +256,7 @@ def test_small_logits_keep_the_direct_form_finite_and_rows_are_counted() -> None
         softmax_in(torch.tensor(1.0), "fp16")
 
 
-# Collapse, eps, loss scale
-# --------------------------------------------------------------------------------------------------
+# --- Collapse, eps, loss scale ---
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
@@ -320,8 +315,7 @@ def test_2_to_minus_26_returns_exactly_through_fp16_under_a_loss_scale_of_4096()
         through_loss_scale(x, "fp16", 0.0)
 
 
-# Recipes
-# ------------------------------------------------------------------------------------------------------------------
+# --- Recipes ---
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3fn", "fp8_e5m2", "fp6_e3m2", "fp4_e2m1"])

@@ -50,7 +50,7 @@ class CollapsedValues:
 
 @dataclass(frozen=True, slots=True)
 class EpsilonReading:
-    """An eps as ``fmt`` stores it; from magnitude ``absorbed_from`` (a power of two) on, ``v + eps`` rounds to ``v``."""
+    """An eps as ``fmt`` stores it; from magnitude ``absorbed_from`` (a power of two) on, ``v + eps`` is ``v``."""
 
     fmt: str
     eps: float

@@ -78,8 +78,7 @@ class FloatFormat:
             return f"exponents {self.min_exponent}..{self.max_exponent} leave fp64's -1022..1023; choose another bias"
         return ""
 
-    # Codes
-    # -------------------------------------------------------------------------------------------------------------
+    # --- Codes ---
 
     @property
     def bits(self) -> int:
@@ -170,8 +169,7 @@ class FloatFormat:
         exponent = self.min_exponent + field - int(self.zero)
         return math.ldexp((1 << self.fraction_bits) + fraction, exponent - self.fraction_bits)
 
-    # Range and resolution, with finfo's names
-    # ----------------------------------------------------------------------------
+    # --- Range and resolution, with finfo's names ---
 
     @property
     def min_exponent(self) -> int:
@@ -245,7 +243,7 @@ class FloatFormat:
             self.fraction_bits >= other.fraction_bits
             and self.max >= other.max
             and self._lowest_bit <= other._lowest_bit
-            and (self.subnormals or self.min_exponent <= other._lowest_bit)
+            and (self.subnormals or self.min_exponent <= other._smallest_exponent)
             and (self.signed or not other.signed)
             and (self.zero or not other.zero)
             and (self.negative_zero or not other.negative_zero)
@@ -254,5 +252,10 @@ class FloatFormat:
 
     @property
     def _lowest_bit(self) -> int:
+        """Exponent of the last fraction bit of the smallest normal value."""
+        return self.min_exponent - self.fraction_bits
+
+    @property
+    def _smallest_exponent(self) -> int:
         """Exponent of the smallest positive value, a power of two in every format."""
-        return self.min_exponent - (self.fraction_bits if self.subnormals else 0)
+        return self._lowest_bit if self.subnormals else self.min_exponent

@@ -15,7 +15,7 @@ from rooftile.errors import UsageError
 from rooftile.formats.catalogue import get_format
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.histogram import ExponentHistogram
-from rooftile.formats.reference import overflow_threshold
+from rooftile.formats.reference import edge_stays, floor_log2, overflow_threshold
 
 __all__ = ["CountBound", "LossScaleWindow", "flushed", "loss_scale_window", "overflowed", "subnormal"]
 
@@ -83,22 +83,20 @@ def _checked_scale(encode_scale: float) -> Fraction:
 
 def _count_up_to(h: ExponentHistogram, threshold: Fraction, inclusive: bool) -> CountBound:
     """How many magnitudes are below ``threshold`` (or equal to it, if ``inclusive``)."""
-    low = high = 0
-    smallest, largest = Fraction(h.amin), Fraction(h.amax)
-    for exponent, count in h.counts.items():
-        first, end = max(Fraction(2) ** exponent, smallest), Fraction(2) ** (exponent + 1)
-        all_below = end <= threshold or (
-            largest < end and (largest < threshold or (inclusive and largest == threshold))
-        )
-        some_below = first < threshold or (inclusive and first == threshold)
-        low += count if all_below else 0
-        high += count if some_below else 0
-    # The extremes are known exactly, so a threshold between them leaves one value on each side of it.
-    if h.nonzero and low == 0 and (smallest < threshold or (inclusive and smallest == threshold)):
-        low = 1
-    if h.nonzero and high == h.nonzero and (largest > threshold or (not inclusive and largest == threshold)):
-        high -= 1
-    return CountBound(min(low, high), max(low, high), h.nonzero)
+
+    def inside(magnitude: float) -> bool:
+        return magnitude < threshold or (inclusive and magnitude == threshold)
+
+    if not h.nonzero or inside(h.amax):
+        return CountBound(h.nonzero, h.nonzero, h.nonzero)
+    if not inside(h.amin):
+        return CountBound(0, 0, h.nonzero)
+    edge = floor_log2(threshold)
+    low = sum(count for exponent, count in h.counts.items() if exponent < edge)
+    reaches = inclusive or threshold > Fraction(2) ** edge
+    high = low + h.counts.get(edge, 0) if reaches else low
+    # The extremes are known exactly: amin lies inside, amax does not.
+    return CountBound(max(low, 1), min(high, h.nonzero - 1), h.nonzero)
 
 
 def _not_below(bound: CountBound) -> CountBound:
@@ -130,12 +128,7 @@ def overflowed(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float
     """Finite values that round (to nearest) beyond the largest of ``fmt`` after scaling: Inf, NaN or saturated."""
     fmt = get_format(fmt)
     edge = overflow_threshold(fmt) / _checked_scale(encode_scale)
-    return _not_below(_count_up_to(h, edge, inclusive=_tie_stays(fmt)))
-
-
-def _tie_stays(fmt: FloatFormat) -> bool:
-    """Whether the tie at the overflow edge goes back to the largest value, an even multiple of its spacing."""
-    return fmt.max_code % 2 == 0 if fmt.fraction_bits else False
+    return _not_below(_count_up_to(h, edge, inclusive=edge_stays(fmt)))
 
 
 def loss_scale_window(h: ExponentHistogram, fmt: FloatFormat | str = "fp16", allowed: float = 0.0) -> LossScaleWindow:
@@ -160,7 +153,7 @@ def loss_scale_window(h: ExponentHistogram, fmt: FloatFormat | str = "fp16", all
     threshold = Fraction(fmt.smallest_subnormal) / 2 if fmt.zero else Fraction(0)
     # At S_lo the product must exceed the flush threshold; at S_hi it must stay below the overflow edge (or on it).
     low = _next_float(threshold / smallest, up=True, strict=True)
-    high = _next_float(overflow_threshold(fmt) / Fraction(h.amax), up=False, strict=not _tie_stays(fmt))
+    high = _next_float(overflow_threshold(fmt) / Fraction(h.amax), up=False, strict=not edge_stays(fmt))
     first, last = math.frexp(low)[1] - 1 if low > 0 else -1074, math.frexp(high)[1] - 1
     powers = [e for e in range(first, last + 1) if low <= math.ldexp(1.0, e) <= high]
     return LossScaleWindow(fmt.name, low, high, budget, range(powers[0], powers[-1] + 1) if powers else range(0))

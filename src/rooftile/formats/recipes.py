@@ -56,7 +56,7 @@ def largest_safe_exponent(h: ExponentHistogram, fmt: FloatFormat | str) -> int:
 
 
 def estimate_recipe(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float = 1.0) -> Recipe:
-    """The recipe's counts and estimated error.
+    """The recipe's counts and estimated error; 0 where the format holds every value of the tensor's own dtype.
 
     Args:
         h: the tensor's histogram.
@@ -73,6 +73,9 @@ def estimate_recipe(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: 
     if mantissa != 0.5:
         raise UsageError(f"encode_scale is {encode_scale}; give a power of two")
     shift = exponent - 1
+    lossless = shift == 0 and bool(h.dtypes) and all(fmt.includes(get_format(name)) for name in h.dtypes)
+    if lossless:
+        return Recipe(fmt.name, fmt.bits, 1.0, CountBound(0, 0, h.nonzero), CountBound(0, 0, h.nonzero), 0.0)
     error = sum(count * _binade_error(binade + shift, fmt) for binade, count in h.counts.items())
     return Recipe(
         fmt.name,

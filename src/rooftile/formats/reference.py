@@ -14,7 +14,16 @@ from rooftile.formats.catalogue import get_format
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.policy import InfInput, Overflow, Rounding, check_policy
 
-__all__ = ["decode_code", "encode_value", "floor_log2", "overflow_threshold", "round_value", "value_spacing"]
+__all__ = [
+    "decode_code",
+    "edge_stays",
+    "encode_value",
+    "floor_log2",
+    "overflow_threshold",
+    "round_value",
+    "value_neighbours",
+    "value_spacing",
+]
 
 
 def floor_log2(x: Fraction) -> int:
@@ -36,6 +45,11 @@ def value_spacing(magnitude: Fraction, fmt: FloatFormat) -> Fraction:
 def overflow_threshold(fmt: FloatFormat) -> Fraction:
     """Where rounding to nearest starts to overflow: half a spacing above the largest finite value."""
     return Fraction(fmt.max) + value_spacing(Fraction(fmt.max), fmt) / 2
+
+
+def edge_stays(fmt: FloatFormat) -> bool:
+    """Whether a value exactly on :func:`overflow_threshold` goes back to the largest value, an even multiple."""
+    return fmt.fraction_bits > 0 and fmt.max_code % 2 == 0
 
 
 def round_value(
@@ -157,3 +171,15 @@ def encode_value(
     exponent = floor_log2(exact)
     fraction = int((exact / Fraction(2) ** exponent - 1) * 2**fmt.fraction_bits)
     return sign | (fmt.tiny_code + ((exponent - fmt.min_exponent) << fmt.fraction_bits) + fraction)
+
+
+def value_neighbours(x: Fraction, fmt: FloatFormat) -> tuple[float, float]:
+    """The values of ``fmt`` next below and next above ``x``, both different from it; Inf or NaN beyond the ends."""
+    step = Fraction(fmt.smallest_subnormal) / 4  # less than any gap
+    above = round_value(x, fmt, "up", "ieee")
+    if above == x:
+        above = round_value(x + step, fmt, "up", "ieee")
+    below = round_value(x, fmt, "down", "ieee")
+    if below == x:
+        below = round_value(x - step, fmt, "down", "ieee")
+    return below, above

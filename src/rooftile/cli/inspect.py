@@ -1,0 +1,166 @@
+"""``rooftile inspect FILE``: the exponents of every tensor in a file, and what each format would lose of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rooftile.cli.formats import PlotOption
+from rooftile.cli.options import JsonOption
+from rooftile.cli.output import STDOUT, check_writable, next_command, progress, write_json
+from rooftile.cli.tables import table
+from rooftile.errors import UsageError
+
+if TYPE_CHECKING:
+    from rooftile.formats.histogram import ExponentHistogram
+    from rooftile.formats.inspection import FileInspection, TensorInspection
+    from rooftile.formats.reach import CountBound
+    from rooftile.formats.recipes import Recipe
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command(short_help="Exponent histograms of a file's tensors.")(inspect)
+
+
+def inspect(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A .safetensors, .npy or .pt file (read with weights_only).")
+    ],
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            "--formats", metavar="NAMES", help="Formats to judge, separated by commas [default: 16 bits and less]."
+        ),
+    ] = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Show what each format would flush or overflow of every tensor, and the recipe that loses least."""
+    from rooftile.formats.inspection import inspect_file
+    from rooftile.formats.plots import check_plot, save_plot, tensor_exponents
+    from rooftile.formats.recipes import DEFAULT_FORMATS
+
+    check_writable(json)
+    check_plot(plot)
+    names = DEFAULT_FORMATS if formats is None else tuple(name.strip() for name in formats.split(",") if name.strip())
+    if not names:
+        raise UsageError("--formats names no format; give one or more, such as --formats fp16,e4m3fn")
+    with progress() as say:
+        found = inspect_file(file, names, say)
+    if plot is not None:
+        save_plot(tensor_exponents(found.total, found.formats, found.path), plot)
+    if json != STDOUT:
+        typer.echo(_report(found))
+        typer.echo(next_command(f"rooftile formats show {found.formats[0]}", "what a format holds"))
+    if json is not None:
+        write_json(json, found.to_dict())
+
+
+def _report(found: FileInspection) -> str:
+    counted = [tensor for tensor in found.tensors if tensor.histogram is not None]
+    unread = [tensor for tensor in found.tensors if tensor.histogram is None]
+    lines = [
+        f"{found.path}: {found.nbytes / 1e9:,.3f} GB, {len(found.tensors):,} tensors, {len(counted):,} counted",
+        "",
+    ]
+    if counted:
+        lines += [_tensor_table(counted), "", _format_table(found), ""]
+    if unread:
+        lines.append("not counted:")
+        lines += [f"  {tensor.name} ({tensor.dtype}): {tensor.unread}" for tensor in unread]
+        lines.append("")
+    lines.append(
+        "flush, overflow: share of the non-zero finite values, rounding to nearest, unscaled; <= marks a bound"
+    )
+    lines.append(
+        "error: estimated mean relative error (values spread evenly inside a binade, assumed); a flush counts as 1"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _tensor_table(tensors: list[TensorInspection]) -> str:
+    from rooftile.formats.reach import flushed, overflowed
+
+    rows = []
+    for tensor in tensors:
+        h = tensor.histogram
+        if h is None:
+            continue
+        recipe = tensor.best(8)
+        rows.append(
+            (
+                _short(tensor.name, 28),
+                tensor.dtype.replace("float", "fp").replace("bfp", "bf"),
+                f"{h.total:,}",
+                _share(h.zeros, h.total),
+                f"{h.infs + h.nans:,}",
+                _range(h),
+                _bound(flushed(h, "fp16")),
+                _bound(overflowed(h, "fp16")),
+                _recipe(recipe),
+            )
+        )
+    header = ("tensor", "dtype", "values", "zeros", "bad", "range, 2^", "fp16 flush", "over", "best in 8 bits, error")
+    return table(header, rows, left=2)
+
+
+def _format_table(found: FileInspection) -> str:
+    from rooftile.formats.reach import flushed, overflowed, subnormal
+    from rooftile.formats.recipes import rank_recipes
+
+    h = found.total
+    rows = []
+    for name in found.formats:
+        best = rank_recipes(h, [name])[0]
+        rows.append(
+            (
+                name,
+                _bound(flushed(h, name)),
+                _bound(subnormal(h, name)),
+                _bound(overflowed(h, name)),
+                _scale(best) if h.nonzero else "-",
+                _bound(best.flushed),
+                f"{best.relative_error:.2%}" if h.nonzero else "-",
+            )
+        )
+    header = ("all tensors in", "flush", "below normal", "overflow", "one scale", "flush then", "error")
+    return table(header, rows)
+
+
+def _short(name: str, width: int) -> str:
+    return name if len(name) <= width else f"..{name[2 - width :]}"  # names differ at their ends
+
+
+def _share(part: int, whole: int) -> str:
+    if not part:
+        return "0"
+    share = part / whole
+    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
+
+
+def _bound(bound: CountBound) -> str:
+    if bound.high == 0:
+        return "0"
+    mark = "" if bound.exact else "<="
+    return f"{mark}{bound.fraction_high:.1%}" if bound.fraction_high >= 0.001 else f"{mark}{bound.fraction_high:.0e}"
+
+
+def _range(h: ExponentHistogram) -> str:
+    exponents = list(h.counts)
+    return f"{exponents[0]}..{exponents[-1]}" if exponents else "-"
+
+
+def _scale(recipe: Recipe) -> str:
+    return f"2^{math.frexp(recipe.encode_scale)[1] - 1}"
+
+
+def _recipe(recipe: Recipe | None) -> str:
+    if recipe is None:
+        return "-"
+    scale = "" if recipe.encode_scale == 1 else f" x {_scale(recipe)}"
+    return f"{recipe.fmt.removeprefix('fp8_')}{scale} {recipe.relative_error:.1%}"
