@@ -299,9 +299,9 @@ print(found.total.total, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - b
 """
 
 
-def test_a_file_of_two_gigabytes_is_read_in_under_300_megabytes(tmp_path: Path) -> None:
+def test_a_file_of_a_gigabyte_is_read_in_under_300_megabytes(tmp_path: Path) -> None:
     """A sparse file: the bytes are zeros that take no room on the disk, but they are read all the same."""
-    count = 2**29
+    count = 2**28
     header = json.dumps({"w": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}).encode()
     path = tmp_path / "big.safetensors"
     with open(path, "wb") as stream:

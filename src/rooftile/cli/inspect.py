@@ -74,39 +74,43 @@ def _report(found: FileInspection) -> str:
         lines.append("not counted:")
         lines += [f"  {tensor.name} ({tensor.dtype}): {tensor.unread}" for tensor in unread]
         lines.append("")
-    lines.append(
-        "flush, overflow: share of the non-zero finite values, rounding to nearest, unscaled; <= marks a bound"
-    )
-    lines.append(
-        "error: estimated mean relative error (values spread evenly inside a binade, assumed); a flush counts as 1"
-    )
+    lines.append("bad: Inf and NaN; binades: lowest and highest exponent; fp16 loses: flushed or overflowed, unscaled")
+    lines.append("flush, overflow: share of the non-zero finite values, rounded to nearest; <= marks an upper bound")
+    lines.append("error: estimated mean relative error, a flush counted as 1 (even spread in a binade is assumed)")
     return "\n".join(lines) + "\n"
 
 
 def _tensor_table(tensors: list[TensorInspection]) -> str:
-    from rooftile.formats.reach import flushed, overflowed
+    from rooftile.formats.reach import CountBound, flushed, overflowed
 
     rows = []
     for tensor in tensors:
         h = tensor.histogram
         if h is None:
             continue
-        recipe = tensor.best(8)
+        flush, over = flushed(h, "fp16"), overflowed(h, "fp16")
         rows.append(
             (
-                _short(tensor.name, 28),
-                tensor.dtype.replace("float", "fp").replace("bfp", "bf"),
-                f"{h.total:,}",
+                _short(tensor.name, 24),
+                tensor.dtype.removeprefix("float8_").replace("bfloat", "bf").replace("float", "fp"),
+                _compact(h.total),
                 _share(h.zeros, h.total),
-                f"{h.infs + h.nans:,}",
+                _compact(h.infs + h.nans),
                 _range(h),
-                _bound(flushed(h, "fp16")),
-                _bound(overflowed(h, "fp16")),
-                _recipe(recipe),
+                _bound(CountBound(flush.low + over.low, flush.high + over.high, h.nonzero)),
+                _recipe(tensor.best(8)),
             )
         )
-    header = ("tensor", "dtype", "values", "zeros", "bad", "range, 2^", "fp16 flush", "over", "best in 8 bits, error")
+    header = ("tensor", "dtype", "values", "zeros", "bad", "binades", "fp16 loses", "least lost in 8 bits")
     return table(header, rows, left=2)
+
+
+def _compact(count: int) -> str:
+    """Up to four characters and a unit: 999, 262k, 1.07G."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def _format_table(found: FileInspection) -> str:
