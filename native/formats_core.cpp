@@ -10,6 +10,9 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <unistd.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #define ROOFTILE_API extern "C" __attribute__((visibility("default")))
 
@@ -55,6 +58,20 @@ Part part(int64_t n, int rank, int team) {
   const int64_t lines = (n + 15) / 16;
   const int64_t first = lines * rank / team * 16, last = lines * (rank + 1) / team * 16;
   return {first, (last > n ? n : last) - first};
+}
+
+// A fresh large result is faulted in page by page while it is written, which takes longer than the rounding. Asking for huge
+// pages (whole ones inside the result) makes that 512 times rarer; it is advice and changes no byte.
+void advise_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHuge = uintptr_t(1) << 21;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / kHuge * kHuge;
+  if (last > first) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
 }
 
 void round_part(const uint32_t* in, uint32_t* out, int64_t n, const RoundPlan& plan, int32_t isa) {
@@ -111,6 +128,7 @@ ROOFTILE_API int32_t rooftile_round_fp32(const void* in, void* out, int64_t n, c
   const uint32_t* source = static_cast<const uint32_t*>(in);
   uint32_t* target = static_cast<uint32_t*>(out);
   const int team = team_size(n, threads);
+  advise_huge_pages(out, n * 4);
   if (team == 1) {
     round_part(source, target, n, *plan, isa);
     return 0;

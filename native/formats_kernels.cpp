@@ -56,6 +56,41 @@ void round_loop(const uint32_t* __restrict in, uint32_t* __restrict out, size_t 
   }
 }
 
+// The common case, half the instructions: to nearest, a signed format with zero whose smallest value is a normal fp32 number.
+// Below the smallest normal, adding and subtracting 2^23 times the smallest value lets the adder round to the even grid there:
+// operands and results are never fp32 subnormals that matter (those are far below half a step), so flush-to-zero can't change it.
+void round_common(const uint32_t* __restrict in, uint32_t* __restrict out, size_t n, const RoundPlan& plan_in) {
+  const RoundPlan plan = plan_in;
+  const uint32_t shift = static_cast<uint32_t>(plan.normal_shift);
+  const uint32_t half_less_one = (1u << (shift - 1)) - 1, keep = ~((1u << shift) - 1);
+  const uint32_t tiny = static_cast<uint32_t>(plan.min_field) << 23;
+  const uint32_t zero_sign = plan.keeps_minus_zero ? 0x80000000u : 0u;
+  const uint32_t magic_bits = plan.smallest_bits + (23u << 23);
+  float magic;
+  __builtin_memcpy(&magic, &magic_bits, sizeof magic);
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t bits = in[i];
+    const uint32_t a = bits & kMagnitude;
+    const uint32_t normal = (a + half_less_one + ((a >> shift) & 1)) & keep;
+    float value;
+    __builtin_memcpy(&value, &a, sizeof value);
+    value = (value + magic) - magic;
+    uint32_t below;
+    __builtin_memcpy(&below, &value, sizeof below);
+    const uint32_t choice = 0u - (a < tiny ? 1u : 0u);  // a mask: the compiler would turn a choice into a branch
+    uint32_t rounded = (below & choice) | (normal & ~choice);
+    rounded = rounded > plan.largest_bits ? plan.overflow_up : rounded;
+    rounded = a == kInf ? plan.inf_bits : rounded;
+    rounded = a > kInf ? kNan : rounded;
+    out[i] = rounded | (bits & (rounded != 0 ? 0x80000000u : zero_sign));
+  }
+}
+
+bool is_common(const RoundPlan& plan) {
+  return plan.mode == kNearestEven && plan.zero_bits == 0 && plan.sign_mask != 0 && plan.smallest_bits >= (1u << 23) &&
+         plan.smallest_bits < (230u << 23);
+}
+
 template <int32_t kMode>
 void round_mode(const uint32_t* in, uint32_t* out, size_t n, const RoundPlan& plan) {
   // A wide format without subnormals, or without zero, takes the general loop.
@@ -336,6 +371,7 @@ uint32_t widen_fp16(uint16_t half) {
 }  // namespace
 
 void round_fp32(const uint32_t* in, uint32_t* out, size_t n, const RoundPlan& plan) {
+  if (is_common(plan)) return round_common(in, out, n, plan);
   switch (plan.mode) {
     case kNearestEven: return round_mode<kNearestEven>(in, out, n, plan);
     case kTowardZero: return round_mode<kTowardZero>(in, out, n, plan);
