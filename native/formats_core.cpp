@@ -84,14 +84,15 @@ void round_part(const uint32_t* in, uint32_t* out, int64_t n, const RoundPlan& p
   portable::round_fp32(in, out, count, plan);
 }
 
-void histogram_part(const char* in, int64_t n, int32_t source, int64_t* fields, Special* special, int32_t isa) {
+void histogram_part(const char* in, int64_t n, int32_t source, int64_t* fields, int64_t* powers, Special* special,
+                    int32_t isa) {
   const size_t count = static_cast<size_t>(n);
 #if defined(ROOFTILE_X86)
-  if (isa == kAvx512) return avx512::histogram(in, count, source, fields, special);
-  if (isa == kAvx2) return avx2::histogram(in, count, source, fields, special);
+  if (isa == kAvx512) return avx512::histogram(in, count, source, fields, powers, special);
+  if (isa == kAvx2) return avx2::histogram(in, count, source, fields, powers, special);
 #endif
   (void)isa;
-  portable::histogram(in, count, source, fields, special);
+  portable::histogram(in, count, source, fields, powers, special);
 }
 
 Special empty_special() {
@@ -106,6 +107,7 @@ void merge(const Special& from, Special* into) {
     into->infs[sign] += from.infs[sign];
     for (int bit = 0; bit < 52; ++bit) into->subnormals[sign][bit] += from.subnormals[sign][bit];
   }
+  for (int bit = 0; bit < 52; ++bit) into->subnormal_powers[bit] += from.subnormal_powers[bit];
   into->nans += from.nans;
   if (from.largest > into->largest) into->largest = from.largest;
   if (from.smallest < into->smallest) into->smallest = from.smallest;
@@ -141,9 +143,10 @@ ROOFTILE_API int32_t rooftile_round_fp32(const void* in, void* out, int64_t n, c
   return 0;
 }
 
-// fields: counts by (sign, exponent field) of normal numbers, 512 of them as fp32 or 4096 as fp64, added to; special: set.
-ROOFTILE_API int32_t rooftile_histogram(const void* in, int64_t n, int32_t source, int64_t* fields, Special* special,
-                                        int32_t threads, int32_t isa) {
+// fields: counts by (sign, exponent field) of normal numbers, 512 of them as fp32 or 4096 as fp64, added to; powers: the same
+// without the sign, of exact powers of two alone; special: set.
+ROOFTILE_API int32_t rooftile_histogram(const void* in, int64_t n, int32_t source, int64_t* fields, int64_t* powers,
+                                        Special* special, int32_t threads, int32_t isa) {
   isa = chosen_isa(isa);
   if (n < 0 || isa > machine_isa || source < kFp32 || source > kFp64) return -1;
   const int64_t width = source == kFp64 ? 8 : source == kFp32 ? 4 : 2;
@@ -152,18 +155,19 @@ ROOFTILE_API int32_t rooftile_histogram(const void* in, int64_t n, int32_t sourc
   *special = empty_special();
   const int team = team_size(n, threads);
   if (team == 1) {
-    histogram_part(data, n, source, fields, special, isa);
+    histogram_part(data, n, source, fields, powers, special, isa);
     return 0;
   }
 #pragma omp parallel for num_threads(team) schedule(static, 1)
   for (int rank = 0; rank < team; ++rank) {
-    int64_t my_fields[kMaxFields] = {};
+    int64_t my_fields[kMaxFields] = {}, my_powers[kMaxFields / 2] = {};
     Special my_special = empty_special();
     const Part mine = part(n, rank, team);
-    histogram_part(data + mine.first * width, mine.count, source, my_fields, &my_special, isa);
+    histogram_part(data + mine.first * width, mine.count, source, my_fields, my_powers, &my_special, isa);
 #pragma omp critical(rooftile_histogram_merge)
     {
       for (int field = 0; field < count; ++field) fields[field] += my_fields[field];
+      for (int field = 0; field < count / 2; ++field) powers[field] += my_powers[field];
       merge(my_special, special);
     }
   }

@@ -2,6 +2,8 @@
 // the instruction set of this copy (ROOFTILE_ISA); the steps are those of rooftile/formats/rounding.py and give the same bits.
 #include "formats_kernels.h"
 
+#include <type_traits>
+
 #ifndef ROOFTILE_ISA
 #define ROOFTILE_ISA portable
 #endif
@@ -130,19 +132,24 @@ template <typename UInt, int kFraction>
 struct Counter {
   using L = Layout<UInt, kFraction>;
   static constexpr int kTopFraction = kFraction - (8 * static_cast<int>(sizeof(UInt)) - 16);
+  using Signed = std::conditional_t<sizeof(UInt) == 8, int64_t, int32_t>;
+  static constexpr UInt kTail = L::sign | (L::tiny - 1);
   static constexpr uint16_t kTopExponent = 0x7fff >> kTopFraction << kTopFraction;
 
   int64_t* fields;
+  int64_t* powers;
   Special* special;
   UInt base = 0;  // exponent field of slot 0
   alignas(64) uint16_t top[kBlock];
   alignas(64) uint16_t index[kBlock];
+  alignas(64) uint8_t flags[kBlock];
   uint32_t pairs[kPairTables][1 << (2 * kSlotBits)];
   uint32_t plain[kPairTables][L::fields];
   size_t since_flush = 0;
 
-  void start(int64_t* fields_out, Special* special_out) {
+  void start(int64_t* fields_out, int64_t* powers_out, Special* special_out) {
     fields = fields_out;
+    powers = powers_out;
     special = special_out;
     __builtin_memset(pairs, 0, sizeof pairs);
     __builtin_memset(plain, 0, sizeof plain);
@@ -165,28 +172,22 @@ struct Counter {
     }
   }
 
+  // What a rest slot may stand for: a normal value outside the window, Inf or NaN.
   void add_one(UInt bits) {
     const UInt a = bits & L::magnitude;
-    const int negative = (bits & L::sign) != 0;
     if (a > L::inf) {
       special->nans += 1;
     } else if (a == L::inf) {
-      special->infs[negative] += 1;
-    } else if (a == 0) {
-      special->zeros[negative] += 1;
+      special->infs[(bits & L::sign) != 0] += 1;
     } else {
-      if (a < L::tiny) {
-        special->subnormals[negative][63 - __builtin_clzll(a)] += 1;
-      } else {
-        fields[bits >> kFraction] += 1;
-      }
+      fields[bits >> kFraction] += 1;
       note_extremes(a, a - 1);
     }
   }
 
   void add_block(const UInt* block) {
     UInt largest, smallest;
-    take_tops(block, top, &largest, &smallest);
+    const bool has_powers = take_tops(block, top, &largest, &smallest);
     if (smallest < L::tiny - 1) return add_plain(block, kBlock, largest, smallest);  // subnormals
     if (index_pairs(top, static_cast<uint16_t>(base), index)) {
       size_t rest = 0;
@@ -198,22 +199,30 @@ struct Counter {
       add_rest(block, largest >= L::inf);
     }
     if (largest < L::inf) note_extremes(largest, smallest);
+    if (has_powers) add_powers(block, kBlock);
     count_pairs(index, pairs);
     since_flush += kBlock;
   }
 
   // This and the next two are free of `this`, so that the compiler knows what can't overlap and vectorises.
-  static void take_tops(const UInt* __restrict block, uint16_t* __restrict tops, UInt* largest_out, UInt* smallest_less_one) {
+  // Returns whether a power of two (or Inf) is among them: its bits less one end in ones for the whole fraction. Zero less one
+  // has the sign bit too, so as a signed integer it is below every other.
+  static bool take_tops(const UInt* __restrict block, uint16_t* __restrict tops, UInt* largest_out, UInt* smallest_less_one) {
     UInt largest = 0, smallest = ~UInt(0);
+    Signed ones = 0;
     for (size_t i = 0; i < kBlock; ++i) {
       const UInt bits = block[i];
       const UInt a = bits & L::magnitude;
       tops[i] = static_cast<uint16_t>(bits >> (8 * sizeof(UInt) - 16));
       largest = a > largest ? a : largest;
-      smallest = UInt(a - 1) < smallest ? UInt(a - 1) : smallest;  // a zero wraps to the largest integer
+      const UInt less_one = a - 1;
+      smallest = less_one < smallest ? less_one : smallest;  // a zero wraps to the largest integer
+      const Signed tail = static_cast<Signed>(less_one & kTail);
+      ones = tail > ones ? tail : ones;
     }
     *largest_out = largest;
     *smallest_less_one = smallest;
+    return static_cast<UInt>(ones) == L::tiny - 1;
   }
 
   // Returns whether a rest element is among them.
@@ -227,6 +236,25 @@ struct Counter {
       out[i] = static_cast<uint16_t>(first | second << kSlotBits);
     }
     return highest == kRestSlot;
+  }
+
+  void add_powers(const UInt* block, size_t count) {
+    flag_powers(block, count, flags);
+    for (size_t i = 0; i < count; i += 8) {
+      uint64_t eight;
+      __builtin_memcpy(&eight, flags + i, sizeof eight);
+      for (; eight != 0; eight &= eight - 1) {
+        const UInt a = block[i + static_cast<size_t>(__builtin_ctzll(eight)) / 8] & L::magnitude;
+        if (a < L::inf) powers[a >> kFraction] += 1;
+      }
+    }
+  }
+
+  static void flag_powers(const UInt* __restrict block, size_t count, uint8_t* __restrict out) {
+    for (size_t i = 0; i < count; ++i) {
+      out[i] = ((((block[i] & L::magnitude) - 1) & kTail) == L::tiny - 1) ? uint8_t(1) : uint8_t(0);
+    }
+    for (size_t i = count; i % 8 != 0; ++i) out[i] = 0;
   }
 
   static void count_pairs(const uint16_t* __restrict in, uint32_t (*__restrict tables)[1 << (2 * kSlotBits)]) {
@@ -264,6 +292,7 @@ struct Counter {
       for (int t = 0; t < kPairTables; ++t) plain[t][index[i + t]] += 1;
     for (; i < count; ++i) plain[0][index[i]] += 1;
     since_flush += count;
+    add_powers(block, count);
     UInt zeros = 0, minus_zeros = 0;
     for (i = 0; i < count; ++i) {
       zeros += block[i] == 0 ? UInt(1) : UInt(0);
@@ -307,7 +336,9 @@ struct Counter {
     for (size_t i = 0; subnormals != 0 && i < count; ++i) {
       const UInt a = block[i] & L::magnitude;
       if (a == 0 || a >= L::tiny) continue;
-      special->subnormals[(block[i] & L::sign) != 0][63 - __builtin_clzll(a)] += 1;
+      const int leading = 63 - __builtin_clzll(a);
+      special->subnormals[(block[i] & L::sign) != 0][leading] += 1;
+      special->subnormal_powers[leading] += (a & (a - 1)) == 0;
     }
     return largest;
   }
@@ -337,10 +368,10 @@ struct Counter {
 };
 
 template <typename UInt, int kFraction, typename Load>
-void histogram_of(size_t n, int64_t* fields, Special* special, Load load) {
+void histogram_of(size_t n, int64_t* fields, int64_t* powers, Special* special, Load load) {
   constexpr size_t kFlush = size_t(1) << 30;  // elements before a 32-bit count could overflow
   Counter<UInt, kFraction> counter;
-  counter.start(fields, special);
+  counter.start(fields, powers, special);
   alignas(64) UInt scratch[kBlock];
   for (size_t start = 0; start < n; start += kBlock) {
     const size_t count = n - start < kBlock ? n - start : kBlock;
@@ -380,25 +411,27 @@ void round_fp32(const uint32_t* in, uint32_t* out, size_t n, const RoundPlan& pl
   }
 }
 
-void histogram(const void* in, size_t n, int32_t source, int64_t* fields, Special* special) {
+void histogram(const void* in, size_t n, int32_t source, int64_t* fields, int64_t* powers, Special* special) {
   const uint16_t* half = static_cast<const uint16_t*>(in);
   const uint32_t* single = static_cast<const uint32_t*>(in);
   const uint64_t* wide = static_cast<const uint64_t*>(in);
   switch (source) {
     case kFp32:
-      return histogram_of<uint32_t, 23>(n, fields, special, [=](size_t start, size_t, uint32_t*) { return single + start; });
+      return histogram_of<uint32_t, 23>(n, fields, powers, special,
+                                        [=](size_t start, size_t, uint32_t*) { return single + start; });
     case kBf16:
-      return histogram_of<uint32_t, 23>(n, fields, special, [=](size_t start, size_t count, uint32_t* scratch) {
+      return histogram_of<uint32_t, 23>(n, fields, powers, special, [=](size_t start, size_t count, uint32_t* scratch) {
         for (size_t i = 0; i < count; ++i) scratch[i] = static_cast<uint32_t>(half[start + i]) << 16;
         return scratch;
       });
     case kFp16:
-      return histogram_of<uint32_t, 23>(n, fields, special, [=](size_t start, size_t count, uint32_t* scratch) {
+      return histogram_of<uint32_t, 23>(n, fields, powers, special, [=](size_t start, size_t count, uint32_t* scratch) {
         for (size_t i = 0; i < count; ++i) scratch[i] = widen_fp16(half[start + i]);
         return scratch;
       });
     default:
-      return histogram_of<uint64_t, 52>(n, fields, special, [=](size_t start, size_t, uint64_t*) { return wide + start; });
+      return histogram_of<uint64_t, 52>(n, fields, powers, special,
+                                        [=](size_t start, size_t, uint64_t*) { return wide + start; });
   }
 }
 

@@ -35,6 +35,7 @@ struct Special {
   uint64_t largest;            // bits of the largest finite magnitude, 0 if there is none
   uint64_t smallest;           // bits of the smallest non-zero magnitude, UINT64_MAX if there is none
   int64_t subnormals[2][52];   // by sign and by position of the leading bit
+  int64_t subnormal_powers[52];  // those of them that are powers of two, both signs
 };
 
 constexpr int kMaxFields = 4096;  // sign and exponent of fp64: 12 bits
@@ -45,7 +46,8 @@ enum Source : int32_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kFp64 = 3 };
 #define ROOFTILE_DECLARE(isa)                                                                           \
   namespace isa {                                                                                       \
   void round_fp32(const uint32_t* in, uint32_t* out, size_t n, const RoundPlan& plan);                  \
-  void histogram(const void* in, size_t n, int32_t source, int64_t* fields, Special* special);          \
+  void histogram(const void* in, size_t n, int32_t source, int64_t* fields, int64_t* powers,            \
+                 Special* special);                                                                    \
   }
 
 ROOFTILE_DECLARE(portable)

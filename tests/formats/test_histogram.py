@@ -67,6 +67,8 @@ def test_counts_equal_a_count_by_frexp_one_value_at_a_time(dtype: torch.dtype, p
         binades, zeros, infs, nans = by_frexp(x)
         assert {(False, e): n for e, n in h.positive.items()} | {(True, e): n for e, n in h.negative.items()} == binades
         assert (h.zeros, h.infs, h.nans, h.total) == (zeros, infs, nans, x.numel())
+        exact = Counter(math.frexp(v)[1] - 1 for v in x.double().tolist() if abs(math.frexp(v)[0]) == 0.5)
+        assert h.powers == exact
         magnitudes = [abs(v) for v in x.double().tolist() if math.isfinite(v) and v != 0]
         assert (h.amax, h.amin) == (max(magnitudes), min(magnitudes))
         tiny = FORMATS["fp64"].tiny if dtype == torch.float64 else torch.finfo(dtype).tiny
@@ -87,12 +89,15 @@ def test_every_instruction_set_counts_what_the_torch_path_counts(dtype: torch.dt
     for x in [*cases, rare]:
         expected = count_with_torch(x)
         for isa in range(native.ISA_NAMES.index(native.status().isa) + 1):
-            fields, special = native.histogram_fields(x, isa)
+            counted = native.histogram_fields(x, isa)
+            fields, special = counted.fields, counted.special
             half, carrier = len(fields) // 2, FP64 if dtype == torch.float64 else FP32
             for sign, wanted in enumerate((expected.positive, expected.negative)):
                 found = {f - carrier.bias: fields[sign * half + f] for f in range(1, half - 1)}
                 found = {e: n for e, n in found.items() if n}
                 assert found == {e: n for e, n in wanted.items() if e > -carrier.bias}
+            powers = {f - carrier.bias: n for f, n in enumerate(counted.powers) if n}
+            assert powers == {e: n for e, n in expected.powers.items() if e > -carrier.bias}
             assert list(special.zeros) == [expected.positive_zeros, expected.negative_zeros]
             assert list(special.infs) == [expected.positive_infs, expected.negative_infs]
             assert special.nans == expected.nans
@@ -210,6 +215,18 @@ def test_a_threshold_on_the_edge_of_a_binade_is_counted_exactly() -> None:
     assert subnormal(h, "fp16", 2.0**7).low == int((x * 2.0**7 < 2.0**-14).sum())
     assert overflowed(h, "fp16").exact
     assert overflowed(h, "fp16").fraction_high == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_flush_at_a_power_of_two_scale_is_counted_exactly_ties_included(dtype: torch.dtype, path: str) -> None:
+    x = heavy_tailed().to(dtype)
+    x = torch.cat([x, (2.0 ** torch.arange(-24, 10)).to(dtype), -(2.0 ** torch.arange(-24, 10)).to(dtype)])
+    h = exponent_histogram(x)
+    for name in ("fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2fnuz", "fp4_e2m1"):
+        for exponent in range(-12, 13, 3):
+            bound = flushed(h, name, 2.0**exponent)
+            assert bound.exact
+            assert bound.low == int((round_to(x.double() * 2.0**exponent, name) == 0).sum()) - h.zeros
 
 
 def test_amax_settles_overflow_exactly_at_the_edge() -> None:

@@ -51,20 +51,24 @@ def _dense_pieces(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _count_natively(flat: torch.Tensor) -> ExponentHistogram:
     carrier = FP64 if flat.dtype == torch.float64 else FP32  # the core counts 16-bit values as the fp32 that they are
-    fields, special = native.histogram_fields(flat)
+    counted = native.histogram_fields(flat)
+    fields, special = counted.fields, counted.special
     half = len(fields) // 2
+    lowest = 1 - carrier.bias - carrier.fraction_bits
     signed: list[dict[int, int]] = []
     for sign in (0, 1):
         # Fields 0 and top hold zeros, subnormals, Inf and NaN, which `special` counts apart.
         counts = {f - carrier.bias: fields[sign * half + f] for f in range(1, half - 1) if fields[sign * half + f]}
-        lowest = 1 - carrier.bias - carrier.fraction_bits
         for bit, count in enumerate(special.subnormals[sign]):
             if count:
                 counts[lowest + bit] = count
         signed.append(counts)
+    powers = {field - carrier.bias: count for field, count in enumerate(counted.powers)}
+    powers |= {lowest + bit: count for bit, count in enumerate(special.subnormal_powers) if count}
     return ExponentHistogram(
         signed[0],
         signed[1],
+        powers,
         positive_zeros=special.zeros[0],
         negative_zeros=special.zeros[1],
         positive_infs=special.infs[0],
@@ -92,6 +96,7 @@ def count_with_torch(flat: torch.Tensor) -> ExponentHistogram:
     return ExponentHistogram(
         signed[0],
         signed[1],
+        _binades(proper[_is_power(proper, carrier)], carrier),
         positive_zeros=int((zeros & ~negative).sum()),
         negative_zeros=int((zeros & negative).sum()),
         positive_infs=int((infs & ~negative).sum()),
@@ -110,3 +115,10 @@ def _binades(magnitude: torch.Tensor, carrier: Carrier) -> dict[int, int]:
     exponent = torch.where(field == 0, leading, field.long()) - carrier.bias
     values, counts = exponent.unique(return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _is_power(magnitude: torch.Tensor, carrier: Carrier) -> torch.Tensor:
+    """Where finite non-zero magnitudes are powers of two: no fraction, or for a subnormal a single bit."""
+    normal = magnitude >> carrier.fraction_bits > 0
+    fraction = magnitude & ((1 << carrier.fraction_bits) - 1)
+    return torch.where(normal, fraction == 0, magnitude & (magnitude - 1) == 0)

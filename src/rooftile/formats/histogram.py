@@ -8,12 +8,11 @@ the smallest non-zero magnitude are kept exactly. The record merges (streams, ra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rooftile.errors import UsageError
-from rooftile.formats.catalogue import get_format
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +26,7 @@ _SCHEMA = "rooftile.exponent_histogram/1"
 class ExponentHistogram:
     """Counts of one tensor, or of several that were merged.
 
+    ``powers`` counts the values that are exactly plus or minus 2^e, which settles thresholds that are powers of two.
     ``positive`` and ``negative`` map a binade's exponent to its count (non-zero counts only, rising exponents). Values
     that are subnormal in their own dtype sit in the binade that they belong to. ``amax`` and ``amin`` are the largest
     finite and the smallest non-zero magnitude, 0.0 if there is none. ``dtypes`` are the formats that were counted.
@@ -34,6 +34,7 @@ class ExponentHistogram:
 
     positive: Mapping[int, int]
     negative: Mapping[int, int]
+    powers: Mapping[int, int]
     positive_zeros: int = 0
     negative_zeros: int = 0
     positive_infs: int = 0
@@ -45,7 +46,7 @@ class ExponentHistogram:
     dtypes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in ("positive", "negative"):
+        for name in _BY_EXPONENT:
             counts = {e: n for e, n in sorted(getattr(self, name).items()) if n}
             object.__setattr__(self, name, MappingProxyType(counts))
 
@@ -92,8 +93,7 @@ class ExponentHistogram:
         """Plain data for JSON."""
         return {
             "schema": _SCHEMA,
-            "positive": {str(e): n for e, n in self.positive.items()},
-            "negative": {str(e): n for e, n in self.negative.items()},
+            **{name: {str(e): n for e, n in getattr(self, name).items()} for name in _BY_EXPONENT},
             **{name: getattr(self, name) for name in (*_COUNTERS, "amax", "amin")},
             "dtypes": list(self.dtypes),
         }
@@ -110,34 +110,29 @@ class ExponentHistogram:
                 f"schema is {data.get('schema')!r}, not {_SCHEMA!r}; give what ExponentHistogram.to_dict made"
             )
         try:
-            return cls(
-                positive={int(e): int(n) for e, n in data["positive"].items()},
-                negative={int(e): int(n) for e, n in data["negative"].items()},
-                **{name: int(data[name]) for name in _COUNTERS},
-                amax=float(data["amax"]),
-                amin=float(data["amin"]),
-                dtypes=tuple(data["dtypes"]),
-            )
+            fields: dict[str, Any] = {name: {int(e): int(n) for e, n in data[name].items()} for name in _BY_EXPONENT}
+            fields |= {name: int(data[name]) for name in _COUNTERS}
+            fields |= {name: float(data[name]) for name in ("amax", "amin")}
+            return cls(**fields, dtypes=tuple(data["dtypes"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"an exponent histogram can't be read from this data: {error!r}; write it again") from None
 
 
+_BY_EXPONENT = ("positive", "negative", "powers")
 _COUNTERS = ("positive_zeros", "negative_zeros", "positive_infs", "negative_infs", "nans", "subnormals")
 
 
 def merge_all(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
     """One histogram of any number of them, also of none."""
     parts = list(histograms)
-    positive: dict[int, int] = {}
-    negative: dict[int, int] = {}
+    fields: dict[str, Any] = {name: {} for name in _BY_EXPONENT}
     for part in parts:
-        for into, source in ((positive, part.positive), (negative, part.negative)):
-            for exponent, count in source.items():
-                into[exponent] = into.get(exponent, 0) + count
+        for name in _BY_EXPONENT:
+            for exponent, count in getattr(part, name).items():
+                fields[name][exponent] = fields[name].get(exponent, 0) + count
+    fields |= {name: sum(getattr(part, name) for part in parts) for name in _COUNTERS}
     return ExponentHistogram(
-        positive,
-        negative,
-        **{name: sum(getattr(part, name) for part in parts) for name in _COUNTERS},
+        **fields,
         amax=max((part.amax for part in parts), default=0.0),
         amin=min((part.amin for part in parts if part.amin), default=0.0),
         dtypes=tuple(dict.fromkeys(name for part in parts for name in part.dtypes)),
@@ -159,14 +154,6 @@ def exponent_histogram(x: torch.Tensor) -> ExponentHistogram:
 
     x = check_float_tensor(x)
     counted = merge_all(count_exponents(x))
-    tiny = get_format(format_of(x.dtype)).min_exponent
-    below = sum(count for exponent, count in counted.counts.items() if exponent < tiny)
-    return ExponentHistogram(
-        counted.positive,
-        counted.negative,
-        **{name: getattr(counted, name) for name in _COUNTERS if name != "subnormals"},
-        subnormals=below,
-        amax=counted.amax,
-        amin=counted.amin,
-        dtypes=(format_of(x.dtype).name,),
-    )
+    fmt = format_of(x.dtype)
+    below = sum(count for exponent, count in counted.counts.items() if exponent < fmt.min_exponent)
+    return replace(counted, subnormals=below, dtypes=(fmt.name,))

@@ -27,7 +27,6 @@ _ABI = 1
 ISA_NAMES = ("portable", "avx2", "avx512")
 _MODES = {"nearest-even": 0, "toward-zero": 1, "up": 2, "down": 3}
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-_FIELDS = {torch.float32: 512, torch.bfloat16: 512, torch.float16: 512, torch.float64: 4096}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,7 @@ class Special(ctypes.Structure):
         ("largest", ctypes.c_uint64),
         ("smallest", ctypes.c_uint64),
         ("subnormals", ctypes.c_int64 * 52 * 2),
+        ("subnormal_powers", ctypes.c_int64 * 52),
     )
 
 
@@ -108,8 +108,8 @@ def _open() -> tuple[ctypes.CDLL | None, NativeStatus]:
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_RoundPlan), ctypes.c_int32, ctypes.c_int32,
     )  # fmt: skip
     library.rooftile_histogram.argtypes = (
-        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(Special), ctypes.c_int32,
-        ctypes.c_int32,
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Special),
+        ctypes.c_int32, ctypes.c_int32,
     )  # fmt: skip
     isa = ISA_NAMES[int(library.rooftile_best_isa())]
     return library, NativeStatus(True, f"C++ core in use, instruction set {isa}", str(path), isa)
@@ -172,15 +172,29 @@ def round_fp32(
     return out
 
 
-def histogram_fields(x: torch.Tensor, isa: int = -1) -> tuple[list[int], Special]:
-    """Counts by (sign, exponent field) of a contiguous CPU tensor of fp64, fp32, fp16 or bf16, and what they do not
-    tell.
-    """
-    fields = (ctypes.c_int64 * _FIELDS[x.dtype])()
-    special = Special()
+@dataclass(frozen=True, slots=True)
+class FieldCounts:
+    """Normal numbers by (sign, exponent field), exact powers of two by exponent field, and what fields do not tell."""
+
+    fields: list[int]
+    powers: list[int]
+    special: Special
+
+
+def histogram_fields(x: torch.Tensor, isa: int = -1) -> FieldCounts:
+    """Counts of a contiguous CPU tensor of fp64, fp32, fp16 or bf16; the 16-bit values as the fp32 that they are."""
+    count = 4096 if x.dtype == torch.float64 else 512
+    fields, powers, special = (ctypes.c_int64 * count)(), (ctypes.c_int64 * (count // 2))(), Special()
     failed = _loaded().rooftile_histogram(
-        x.data_ptr(), x.numel(), _SOURCES[x.dtype], fields, ctypes.byref(special), torch.get_num_threads(), isa
+        x.data_ptr(),
+        x.numel(),
+        _SOURCES[x.dtype],
+        fields,
+        powers,
+        ctypes.byref(special),
+        torch.get_num_threads(),
+        isa,
     )
     if failed:
         raise RuntimeError(f"the C++ core refused a histogram of {x.dtype}, isa {isa}")
-    return list(fields), special
+    return FieldCounts(list(fields), list(powers), special)

@@ -1,8 +1,8 @@
 """What a format would do to a tensor's range, asked of its exponent histogram alone.
 
-A threshold that falls on the edge of a binade, or beyond the tensor's extremes, gives an exact count; one that falls
-inside a binade gives a lower and an upper bound, which differ by that binade's count. Both are always returned.
-All comparisons are in exact rational arithmetic.
+A threshold that is a power of two (every flush at a power-of-two scale), or beyond the tensor's extremes, gives an
+exact count; one that falls inside a binade gives a lower and an upper bound, which differ by that binade's count.
+Both are always returned. All comparisons are in exact rational arithmetic.
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ def _count_up_to(h: ExponentHistogram, threshold: Fraction, inclusive: bool) -> 
         return CountBound(0, 0, h.nonzero)
     edge = floor_log2(threshold)
     low = sum(count for exponent, count in h.counts.items() if exponent < edge)
-    reaches = inclusive or threshold > Fraction(2) ** edge
-    high = low + h.counts.get(edge, 0) if reaches else low
+    if threshold == Fraction(2) ** edge:
+        settled = low + (h.powers.get(edge, 0) if inclusive else 0)
+        return CountBound(settled, settled, h.nonzero)
+    high = low + h.counts.get(edge, 0)
     # The extremes are known exactly: amin lies inside, amax does not.
     return CountBound(max(low, 1), min(high, h.nonzero - 1), h.nonzero)
 
