@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -14,17 +14,11 @@ from rooftile.cli.options import JsonOption
 from rooftile.cli.output import STDOUT, check_writable, next_command, write_json
 from rooftile.cli.tables import table
 from rooftile.errors import UsageError
+from rooftile.formats.casting import Cast, cast_number
 from rooftile.formats.catalogue import FORMATS, get_format
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.policy import Overflow, Rounding
-from rooftile.formats.reference import (
-    edge_stays,
-    encode_value,
-    overflow_threshold,
-    round_value,
-    value_neighbours,
-    value_spacing,
-)
+from rooftile.formats.reference import edge_stays, overflow_threshold, value_neighbours
 
 __all__ = ["register"]
 
@@ -74,8 +68,8 @@ def show(name: FormatName, json: JsonOption = None, plot: PlotOption = None) -> 
         write_json(json, {"schema": "rooftile.format/1", "format": _as_dict(fmt)})
 
 
-@_verb.command(context_settings={"ignore_unknown_options": True})
-def cast(
+@_verb.command("cast", context_settings={"ignore_unknown_options": True})
+def cast_command(
     values: Annotated[
         list[str], typer.Argument(metavar="VALUE...", help="Numbers: 70000, -1e-8, 2^-26, 0x1.8p3, inf.")
     ],
@@ -93,83 +87,17 @@ def cast(
     if overflow not in get_args(Overflow):
         raise UsageError(f"--overflow is {overflow!r}; choose ieee or saturate")
     check_writable(json)
-    casts = [_cast(text, fmt, rounding, overflow) for text in values for fmt in chosen]
+    casts = [
+        cast_number(text, fmt, cast(Rounding, rounding), cast(Overflow, overflow)) for text in values for fmt in chosen
+    ]
     if json != STDOUT:
         typer.echo(_cast_table(casts))
         typer.echo(next_command(f"rooftile formats show {chosen[0].name}", "the format in full"))
     if json is not None:
         policy = {"rounding": rounding, "overflow": overflow}
-        write_json(json, {"schema": "rooftile.cast/1", **policy, "casts": [_plain(c) for c in casts]})
-
-
-# --- Reading numbers ---
-
-
-def _number(text: str) -> Fraction | float:
-    """The exact number that is written, or an infinity, NaN or -0 as a float."""
-    base, power, exponent = text.partition("^")
-    try:
-        if power:
-            if abs(int(exponent)) > 5000:
-                raise ValueError
-            return Fraction(base) ** int(exponent)
-        if "0x" in text.lower():
-            return Fraction(float.fromhex(text))
-        as_float = float(text)
-        if not math.isfinite(as_float) and not any(digit in text for digit in "0123456789"):
-            return as_float
-        if as_float == 0 and text.strip().startswith("-"):
-            return as_float if not any(digit in text.lower().split("e")[0] for digit in "123456789") else Fraction(text)
-        if "e" in text.lower() and abs(int(text.lower().split("e")[1])) > 5000:
-            raise ValueError
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError, OverflowError):
-        raise UsageError(f"{text!r} is no number; write it like 70000, -1e-8, 2^-26, 0x1.8p3, inf or nan") from None
-
-
-def _cast(text: str, fmt: FloatFormat, rounding: Any, overflow: Any) -> dict[str, Any]:
-    x = _number(text)
-    value = round_value(x, fmt, rounding, overflow)
-    try:
-        code: int | None = encode_value(x, fmt, rounding, overflow)
-    except UsageError:  # the result is NaN in a format without NaN
-        code = None
-    below: float | None = None
-    above: float | None = None
-    ulps: float | None = None
-    if isinstance(x, Fraction):
-        below, above = value_neighbours(x, fmt)
-        if math.isfinite(value):
-            ulps = float((Fraction(value) - x) / value_spacing(abs(x), fmt))
-    saturated = round_value(x, fmt, rounding, "saturate") if isinstance(x, Fraction) else value
-    return {
-        "input": text,
-        "format": fmt.name,
-        "value": value,
-        "code": code,
-        "code_text": _code(code, fmt),
-        "below": below,
-        "above": above,
-        "error_ulps": ulps,
-        "saturated": saturated,
-        "note": _cast_note(x, value, fmt, saturated),
-    }
-
-
-def _cast_note(x: Fraction | float, value: float, fmt: FloatFormat, saturated: float) -> str:
-    if isinstance(x, float) and x != 0:
-        return "not finite" if math.isfinite(value) or math.isnan(x) else "kept" if math.isinf(value) else "no Inf here"
-    if isinstance(x, Fraction) and x < 0 and not fmt.signed:
-        return "no sign here"
-    if not math.isfinite(value):
-        return f"overflow (saturates at {_text(saturated)})"
-    if value == 0 and x != 0:
-        return "flushed to zero"
-    if abs(Fraction(value)) == Fraction(fmt.max) and abs(Fraction(x)) >= overflow_threshold(fmt):
-        return "saturated"
-    if Fraction(value) == Fraction(x):
-        return "exact"
-    return "subnormal" if 0 < abs(value) < fmt.tiny else "rounded"
+        write_json(
+            json, {"schema": "rooftile.cast/1", **policy, "casts": [_plain(c, get_format(c.fmt)) for c in casts]}
+        )
 
 
 # --- Showing ---
@@ -190,24 +118,23 @@ def _code(code: int | None, fmt: FloatFormat) -> str:
     return "-" if code is None else f"0x{code:0{-(-fmt.bits // 4)}X}"
 
 
-def _cast_table(casts: list[dict[str, Any]]) -> str:
-    several = len({cast["input"] for cast in casts}) > 1
+def _cast_table(casts: list[Cast]) -> str:
     header = ("format", "value", "code", "below", "above", "error, ulps", "")
     rows = [
         (
-            cast["format"],
-            _text(cast["value"]),
-            cast["code_text"],
-            _text(cast["below"]),
-            _text(cast["above"]),
-            "-" if cast["error_ulps"] is None else f"{cast['error_ulps']:+.4g}",
-            cast["note"].ljust(9),
+            one.fmt,
+            _text(one.value),
+            _code(one.code, get_format(one.fmt)),
+            _text(one.below),
+            _text(one.above),
+            "-" if one.error_ulps is None else f"{one.error_ulps:+.4g}",
+            one.note.ljust(max(len(other.note) for other in casts)),
         )
-        for cast in casts
+        for one in casts
     ]
-    if not several:
-        return f"{casts[0]['input']}\n\n{table(header, rows)}\n"
-    return table(("input", *header), [(c["input"], *row) for c, row in zip(casts, rows, strict=True)], left=2) + "\n"
+    if len({one.text for one in casts}) == 1:
+        return f"{casts[0].text}\n\n{table(header, rows)}\n"
+    return table(("input", *header), [(c.text, *row) for c, row in zip(casts, rows, strict=True)], left=2) + "\n"
 
 
 def _listing() -> str:
@@ -292,12 +219,12 @@ def _as_dict(fmt: FloatFormat) -> dict[str, Any]:
     }
 
 
-def _plain(cast: dict[str, Any]) -> dict[str, Any]:
+def _plain(cast: Cast, fmt: FloatFormat) -> dict[str, Any]:
     """JSON has no Inf and no NaN: they are written as strings."""
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in cast.items()
-    }
+    fields = {"input" if name == "text" else name: value for name, value in dataclasses.asdict(cast).items()}
+    fields["format"] = fields.pop("fmt")
+    fields["code_text"] = _code(cast.code, fmt)
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
 def _draw_number_line(chosen: list[FloatFormat], plot: str | None) -> None:
