@@ -49,14 +49,23 @@ constexpr int64_t kSerialBelow = 1 << 15;  // elements; waking a thread costs mo
 
 int team_size(int64_t n, int32_t threads) { return n < kSerialBelow || threads < 1 || forked() ? 1 : threads; }
 
+// Parts are handed out as threads become free, since on a busy machine one of them may lag: enough of them to even that out, and
+// large enough that starting one costs nothing.
+constexpr int64_t kPartElements = 1 << 20;
+
+int part_count(int64_t n, int team) {
+  const int64_t parts = n / kPartElements;
+  return static_cast<int>(parts < team ? team : parts > 65536 ? 65536 : parts);
+}
+
 struct Part {
   int64_t first, count;
 };
 
-// Part `rank` of `team` almost equal parts, at a multiple of 16 elements so that no cache line is written twice.
-Part part(int64_t n, int rank, int team) {
+// Part `rank` of `parts` almost equal ones, at a multiple of 16 elements so that no cache line is written twice.
+Part part(int64_t n, int rank, int parts) {
   const int64_t lines = (n + 15) / 16;
-  const int64_t first = lines * rank / team * 16, last = lines * (rank + 1) / team * 16;
+  const int64_t first = lines * rank / parts * 16, last = lines * (rank + 1) / parts * 16;
   return {first, (last > n ? n : last) - first};
 }
 
@@ -135,9 +144,10 @@ ROOFTILE_API int32_t rooftile_round_fp32(const void* in, void* out, int64_t n, c
     round_part(source, target, n, *plan, isa);
     return 0;
   }
-#pragma omp parallel for num_threads(team) schedule(static, 1)
-  for (int rank = 0; rank < team; ++rank) {
-    const Part mine = part(n, rank, team);
+  const int parts = part_count(n, team);
+#pragma omp parallel for num_threads(team) schedule(dynamic, 1)
+  for (int rank = 0; rank < parts; ++rank) {
+    const Part mine = part(n, rank, parts);
     round_part(source + mine.first, target + mine.first, mine.count, *plan, isa);
   }
   return 0;
@@ -158,11 +168,12 @@ ROOFTILE_API int32_t rooftile_histogram(const void* in, int64_t n, int32_t sourc
     histogram_part(data, n, source, fields, powers, special, isa);
     return 0;
   }
-#pragma omp parallel for num_threads(team) schedule(static, 1)
-  for (int rank = 0; rank < team; ++rank) {
+  const int parts = part_count(n, team);
+#pragma omp parallel for num_threads(team) schedule(dynamic, 1)
+  for (int rank = 0; rank < parts; ++rank) {
     int64_t my_fields[kMaxFields] = {}, my_powers[kMaxFields / 2] = {};
     Special my_special = empty_special();
-    const Part mine = part(n, rank, team);
+    const Part mine = part(n, rank, parts);
     histogram_part(data + mine.first * width, mine.count, source, my_fields, my_powers, &my_special, isa);
 #pragma omp critical(rooftile_histogram_merge)
     {

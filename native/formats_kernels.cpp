@@ -200,7 +200,7 @@ struct Counter {
     }
     if (largest < L::inf) note_extremes(largest, smallest);
     if (has_powers) add_powers(block, kBlock);
-    count_pairs(index, pairs);
+    count_pairs(index, pairs, reinterpret_cast<const char*>(block + kBlock));
     since_flush += kBlock;
   }
 
@@ -257,8 +257,13 @@ struct Counter {
     for (size_t i = count; i % 8 != 0; ++i) out[i] = 0;
   }
 
-  static void count_pairs(const uint16_t* __restrict in, uint32_t (*__restrict tables)[1 << (2 * kSlotBits)]) {
+  // Counting leaves the memory idle, so meanwhile the next block is fetched (a prefetch past the end of the data does nothing);
+  // without it the two phases take turns, and data from memory is counted at half the speed.
+  static void count_pairs(const uint16_t* __restrict in, uint32_t (*__restrict tables)[1 << (2 * kSlotBits)],
+                          const char* next) {
+    constexpr size_t kBytesPerStep = kBlock * sizeof(UInt) / (kHalf / 8);
     for (size_t i = 0; i < kHalf; i += 8) {
+      for (size_t byte = 0; byte < kBytesPerStep; byte += 64) __builtin_prefetch(next + i / 8 * kBytesPerStep + byte);
       uint64_t four[2];
       __builtin_memcpy(four, in + i, sizeof four);  // two loads instead of eight
       tables[0][uint16_t(four[0])] += 1;
