@@ -133,6 +133,7 @@ struct Counter {
   using L = Layout<UInt, kFraction>;
   static constexpr int kTopFraction = kFraction - (8 * static_cast<int>(sizeof(UInt)) - 16);
   using Signed = std::conditional_t<sizeof(UInt) == 8, int64_t, int32_t>;
+  static constexpr int kTopShift = 8 * static_cast<int>(sizeof(UInt)) - 16;
   static constexpr UInt kTail = L::sign | (L::tiny - 1);
   static constexpr uint16_t kTopExponent = 0x7fff >> kTopFraction << kTopFraction;
 
@@ -186,47 +187,90 @@ struct Counter {
   }
 
   void add_block(const UInt* block) {
-    UInt largest, smallest;
-    const bool has_powers = take_tops(block, top, &largest, &smallest);
-    if (smallest < L::tiny - 1) return add_plain(block, kBlock, largest, smallest);  // subnormals
-    if (index_pairs(top, static_cast<uint16_t>(base), index)) {
+    const Sweep found = sweep_tops(block, top);
+    if (found.smallest >= L::tiny && found.largest >> kFraction <= base && (found.smallest >> kFraction) + kWindow > base) {
+      index_inside(top, static_cast<uint16_t>(base), index);
+      note_extremes(found.largest, found.smallest - 1);
+      if (found.least_fraction == 0) add_powers(block, kBlock);
+    } else if (!add_mixed(block, found.largest)) {
+      return;
+    }
+    count_pairs(index, pairs, reinterpret_cast<const char*>(block + kBlock));
+    since_flush += kBlock;
+  }
+
+  // A block with zeros or with values outside the window. Returns false where it has been counted by add_plain.
+  bool add_mixed(const UInt* block, UInt largest) {
+    UInt smallest;
+    const bool has_powers = sweep_nonzero(block, &smallest);
+    bool plain_instead = smallest < L::tiny - 1;  // subnormals
+    if (!plain_instead && index_mixed(top, static_cast<uint16_t>(base), index)) {
       size_t rest = 0;
       for (size_t i = 0; i < kHalf; ++i) {
         rest += (index[i] & kRestSlot) == kRestSlot;
         rest += (index[i] >> kSlotBits & kRestSlot) == kRestSlot;
       }
-      if (rest > kHeavy) return add_plain(block, kBlock, largest, smallest);
-      add_rest(block, largest >= L::inf);
+      plain_instead = rest > kHeavy;
+      if (!plain_instead) add_rest(block, largest >= L::inf);
+    }
+    if (plain_instead) {
+      add_plain(block, kBlock, largest, smallest);
+      return false;
     }
     if (largest < L::inf) note_extremes(largest, smallest);
     if (has_powers) add_powers(block, kBlock);
-    count_pairs(index, pairs, reinterpret_cast<const char*>(block + kBlock));
-    since_flush += kBlock;
+    return true;
   }
 
-  // This and the next two are free of `this`, so that the compiler knows what can't overlap and vectorises.
-  // Returns whether a power of two (or Inf) is among them: its bits less one end in ones for the whole fraction. Zero less one
-  // has the sign bit too, so as a signed integer it is below every other.
-  static bool take_tops(const UInt* __restrict block, uint16_t* __restrict tops, UInt* largest_out, UInt* smallest_less_one) {
-    UInt largest = 0, smallest = ~UInt(0);
-    Signed ones = 0;
+  // Magnitudes: the extremes (smallest is 0 where there is a zero), and the least fraction field (0 at a power of two).
+  struct Sweep {
+    UInt largest, smallest, least_fraction;
+  };
+
+  // This and the next ones are free of `this`, so that the compiler knows what can't overlap and vectorises.
+  static Sweep sweep_tops(const UInt* __restrict block, uint16_t* __restrict tops) {
+    UInt largest = 0, smallest = ~UInt(0), least = ~UInt(0);
     for (size_t i = 0; i < kBlock; ++i) {
       const UInt bits = block[i];
       const UInt a = bits & L::magnitude;
-      tops[i] = static_cast<uint16_t>(bits >> (8 * sizeof(UInt) - 16));
+      const UInt fraction = bits & (L::tiny - 1);
+      tops[i] = static_cast<uint16_t>(bits >> kTopShift);
       largest = a > largest ? a : largest;
-      const UInt less_one = a - 1;
-      smallest = less_one < smallest ? less_one : smallest;  // a zero wraps to the largest integer
+      smallest = a < smallest ? a : smallest;
+      least = fraction < least ? fraction : least;
+    }
+    return {largest, smallest, least};
+  }
+
+  // Smallest non-zero magnitude less one, and whether a power of two (or Inf) is there: its bits less one end in ones for the
+  // whole fraction. Zero less one wraps to the largest integer; with the sign bit kept it is below all others as a signed one.
+  static bool sweep_nonzero(const UInt* __restrict block, UInt* smallest_less_one) {
+    UInt smallest = ~UInt(0);
+    Signed ones = 0;
+    for (size_t i = 0; i < kBlock; ++i) {
+      const UInt less_one = (block[i] & L::magnitude) - 1;
+      smallest = less_one < smallest ? less_one : smallest;
       const Signed tail = static_cast<Signed>(less_one & kTail);
       ones = tail > ones ? tail : ones;
     }
-    *largest_out = largest;
     *smallest_less_one = smallest;
     return static_cast<UInt>(ones) == L::tiny - 1;
   }
 
-  // Returns whether a rest element is among them.
-  static bool index_pairs(const uint16_t* __restrict tops, uint16_t window, uint16_t* __restrict out) {
+  // Every element is a normal number inside the window, so base less exponent fits five bits; the sign, which the subtraction
+  // leaves just above the exponent, becomes the sixth.
+  static void index_inside(const uint16_t* __restrict tops, uint16_t window, uint16_t* __restrict out) {
+    constexpr int kSignDown = 15 - kTopFraction - (kSlotBits - 1);
+    for (size_t i = 0; i < kHalf; ++i) {
+      const uint16_t first = static_cast<uint16_t>(window - (tops[i] >> kTopFraction));
+      const uint16_t second = static_cast<uint16_t>(window - (tops[i + kHalf] >> kTopFraction));
+      const uint16_t a = (first & 31) | ((first >> kSignDown) & 32), b = (second & 31) | ((second >> kSignDown) & 32);
+      out[i] = static_cast<uint16_t>(a | b << kSlotBits);
+    }
+  }
+
+  // Any elements but subnormals. Returns whether a rest element is among them.
+  static bool index_mixed(const uint16_t* __restrict tops, uint16_t window, uint16_t* __restrict out) {
     uint16_t highest = 0;
     for (size_t i = 0; i < kHalf; ++i) {
       const uint16_t first = slot_of(tops[i], window), second = slot_of(tops[i + kHalf], window);
@@ -313,7 +357,7 @@ struct Counter {
     const UInt field = largest >> kFraction;
     if (field > base || field + kWindow / 2 < base) {
       flush();
-      base = field;
+      base = field + 1 < L::inf >> kFraction ? field + 1 : field;  // room for a larger finite value in a later block
     }
   }
 
