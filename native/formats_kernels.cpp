@@ -89,14 +89,15 @@ void round_common(const uint32_t* __restrict in, uint32_t* __restrict out, size_
 }
 
 bool is_common(const RoundPlan& plan) {
-  return plan.mode == kNearestEven && plan.zero_bits == 0 && plan.sign_mask != 0 && plan.smallest_bits >= (1u << 23) &&
+  return plan.mode == kNearestEven && plan.normal_shift < 23 && plan.zero_bits == 0 && plan.sign_mask != 0 && plan.smallest_bits >= (1u << 23) &&
          plan.smallest_bits < (230u << 23);
 }
 
 template <int32_t kMode>
 void round_mode(const uint32_t* in, uint32_t* out, size_t n, const RoundPlan& plan) {
-  // A wide format without subnormals, or without zero, takes the general loop.
-  if (plan.min_field <= 1 && plan.flush_shift == 0) {
+  // Rounding the bits where they stand needs a fraction bit to be even or odd; a wide format that flushes or has no zero needs
+  // the general loop too.
+  if (plan.min_field <= 1 && plan.flush_shift == 0 && plan.normal_shift < 23) {
     round_loop<kMode, true>(in, out, n, plan);
   } else {
     round_loop<kMode, false>(in, out, n, plan);

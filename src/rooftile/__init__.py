@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftile import capture, devices, ledgers, roofline, zoo
+    from rooftile import capture, devices, formats, ledgers, roofline, zoo
     from rooftile._audit import audit
     from rooftile.capture import CaptureOptions, Step, Trace
     from rooftile.capture.trace_file import load_trace, save_trace
@@ -35,6 +35,7 @@ _PUBLIC = {
     "capture": "rooftile.capture",
     "devices": "rooftile.devices",
     "flops": "rooftile.costs.flops",
+    "formats": "rooftile.formats",
     "ledgers": "rooftile.ledgers",
     "load_trace": "rooftile.capture.trace_file",
     "register_cost": "rooftile.costs",
@@ -57,6 +58,7 @@ __all__ = [
     "capture",
     "devices",
     "flops",
+    "formats",
     "ledgers",
     "load_trace",
     "register_cost",

@@ -120,7 +120,7 @@ def test_directed_roundings_go_to_the_neighbours(capsys: pytest.CaptureFixture[s
         (("formats", "cast", "1"), "--to"),
         (("formats", "--json", "x.json", "show", "bf16"), "after the name"),
         (("formats", "--plot", "x.pdf"), ".svg or .png"),
-        (("formats", "--plot", "/nonexistent/x.svg"), "no directory"),
+        (("formats", "--plot", "/nonexistent/x.svg"), "can't be written"),
         (("inspect", "/nonexistent/x.pt"), "there is no file"),
         (("inspect", "/nonexistent/x.onnx"), "suffix '.onnx'"),
     ],

@@ -27,6 +27,9 @@ ODD_ONES = [
     FloatFormat("no_zero", 4, 2, 7, infinities=False, nan_codes="none", subnormals=False, zero=False),
     FloatFormat("deep", 4, 3, 140),  # its values reach below fp32's subnormals
     FloatFormat("unsigned", 5, 3, 15, signed=False),
+    FloatFormat("powers", 4, 0, 7, infinities=False),
+    FloatFormat("flushing_powers", 3, 0, 1, infinities=False, subnormals=False),
+    FloatFormat("wide_powers", 8, 0, 127, infinities=False, nan_codes="all-ones"),
     FloatFormat("inf_without_nan", 3, 2, 3, nan_codes="none"),
 ]
 DETERMINISTIC: list[Rounding] = [mode for mode in get_args(Rounding) if mode != "stochastic"]

@@ -52,9 +52,10 @@ def nearest_even_by_search(x: torch.Tensor, fmt: FloatFormat, overflow: str = "s
     magnitude = np.abs(x.numpy())
     index = np.searchsorted(middle, magnitude, side="left")  # number of midpoints strictly below
     tie = (index < len(middle)) & (magnitude == middle[np.minimum(index, len(middle) - 1)])
-    # A tie goes to the even multiple of the spacing; with one significant bit (no fraction) that is always the larger
-    # one.
-    index = np.where(tie & ((index % 2 == 1) | (fmt.fraction_bits == 0)), index + 1, index)
+    # A tie goes to the even multiple of the spacing. Zero is even; with one significant bit no other value is, and the
+    # larger one is taken (IEEE 754-2019, 4.3.1).
+    to_larger = index % 2 == 1 if fmt.fraction_bits else ~((index == 0) & fmt.zero)
+    index = np.where(tie & to_larger, index + 1, index)
     over = math.inf if fmt.infinities else math.nan
     result = np.append(values, values[-1] if overflow == "saturate" else over)[np.minimum(index, len(values))]
     signed = np.copysign(result, x.numpy())
