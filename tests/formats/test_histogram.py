@@ -78,12 +78,12 @@ def test_counts_equal_a_count_by_frexp_one_value_at_a_time(dtype: torch.dtype, p
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_every_instruction_set_counts_what_the_torch_path_counts(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
-    wide = torch.randn(200_000, generator=generator, dtype=torch.float64)
-    wide *= torch.exp2(torch.randint(-60, 60, (200_000,), generator=generator).double())
-    gauss = torch.randn(131_077, generator=generator)
+    wide = torch.randn(40_000, generator=generator, dtype=torch.float64)
+    wide *= torch.exp2(torch.randint(-60, 60, (40_000,), generator=generator).double())
+    gauss = torch.randn(66_077, generator=generator)
     drifting = gauss * torch.exp2(torch.linspace(-90, 90, gauss.numel()))
-    cases = [wide.to(dtype), gauss.to(dtype), gauss.relu().to(dtype), drifting.to(dtype), bit_noise(dtype, 70_003)]
-    cases += [(gauss * 1e-40).to(dtype), torch.full((70_000,), math.nan, dtype=dtype), torch.zeros(65_536, dtype=dtype)]
+    cases = [wide.to(dtype), gauss.to(dtype), gauss.relu().to(dtype), drifting.to(dtype), bit_noise(dtype, 35_003)]
+    cases += [(gauss * 1e-40).to(dtype), torch.full((35_000,), math.nan, dtype=dtype), torch.zeros(65_536, dtype=dtype)]
     rare = gauss.to(dtype).clone()
     rare[::5000], rare[1::5000], rare[2::5000], rare[3::5000] = math.inf, math.nan, -0.0, 2.0**-120
     for x in [*cases, rare]:

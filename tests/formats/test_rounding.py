@@ -69,7 +69,7 @@ def test_sampled_wide_values_round_as_the_reference_says_in_every_mode(name: str
 
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), *ODD_ONES], ids=lambda fmt: fmt.name)
 def test_a_million_random_values_round_to_the_nearest_even(fmt: FloatFormat, generator: torch.Generator) -> None:
-    x = random_values(fmt, 1_000_000, generator)
+    x = random_values(fmt, 1_000_000 if fmt.name in FORMATS else 100_000, generator)
     if fmt.name == "fp64":
         expected = x.numpy()
     elif fmt.name == "fp32":
@@ -89,8 +89,8 @@ def test_a_million_random_values_round_to_the_nearest_even(fmt: FloatFormat, gen
 )
 def test_every_instruction_set_gives_the_bits_of_the_torch_path(fmt: FloatFormat, rounding: Rounding) -> None:
     generator = torch.Generator().manual_seed(7)
-    bits = torch.randint(-(2**31), 2**31, (70_001,), generator=generator, dtype=torch.int64).to(torch.int32)
-    x = torch.cat([bits.view(torch.float32), tricky_values(fmt)[:40_000].float()])
+    bits = torch.randint(-(2**31), 2**31, (33_001,), generator=generator, dtype=torch.int64).to(torch.int32)
+    x = torch.cat([bits.view(torch.float32), tricky_values(fmt)[:6_000].float()])
     for overflow in ("saturate", "ieee"):
         for inf_input in ("keep", "saturate"):
             expected = round_with_torch(x, fmt, FP32, rounding, overflow, inf_input)  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ def test_stochastic_rounding_lands_on_a_neighbour_and_is_right_on_average(
     dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     for value in (1.03, -0.0009, 300.7, 2.0**-11):  # the last two: a coarse binade, and below the smallest subnormal
-        x = torch.full((200_000,), value, dtype=dtype)
+        x = torch.full((60_000,), value, dtype=dtype)
         y = round_to(x, "e4m3fn", rounding="stochastic", generator=generator).double()
         low, high = round_to(x[:1], "e4m3fn", "down").item(), round_to(x[:1], "e4m3fn", "up").item()
         assert set(y.unique().tolist()) == {low, high}

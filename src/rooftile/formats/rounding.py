@@ -3,8 +3,8 @@
 The twin of :func:`rooftile.formats.reference.round_value`, tested equal to it. The steps, for one magnitude ``a``
 (carrier bits):
 
-1. Split into exponent field ``e`` (a subnormal counts as field 1) and significand ``sig``, so value = sig * 2^(e -
-   bias - M).
+1. Split into exponent field ``e`` (a subnormal counts as field 1) and significand ``sig``:
+   value = sig * 2^(e - bias - M).
 2. ``shift``: how many of sig's bits lie below the format's grid. Constant in the normal range, one more per binade
    below it.
 3. Divide by 2^shift and round the quotient to an integer ``steps`` as the policy says.
