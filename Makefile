@@ -10,11 +10,13 @@ PYTEST_ARGS ?= -n 2
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+NATIVE := CMakeLists.txt $(wildcard native/*)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	touch $@
 
-$(VENV)/.installed-test: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.installed-test: $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
 	touch $@ $(VENV)/.installed
 
