@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-import rooftile
 from rooftile.formats.carrier import FP32
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.policy import InfInput, Overflow, Rounding
@@ -78,8 +77,10 @@ def _library_path() -> Path | None:
     name = {"darwin": "librooftile_native.dylib", "win32": "rooftile_native.dll"}.get(
         sys.platform, "librooftile_native.so"
     )
-    # An editable install keeps the sources where they are and the built library in site-packages.
-    folders = [*rooftile.__path__, *(os.path.join(entry, "rooftile") for entry in sys.path)]
+    # An editable install keeps the sources where they are and the built library in site-packages. The package is asked
+    # for by name: importing what lies above this layer is against the house's order.
+    package = sys.modules[__name__.partition(".")[0]]
+    folders = [*package.__path__, *(os.path.join(entry, "rooftile") for entry in sys.path)]
     return next((path for folder in folders if (path := Path(folder) / "_native" / name).is_file()), None)
 
 
