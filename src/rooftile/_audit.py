@@ -69,12 +69,14 @@ def audit(
     CaptureError
         For a model that can't run without data.
     """
-    rules = select_rules(select, ignore)
+    rules = select_rules(_words(select), _words(ignore))
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise UsageError(f"kv_dtype is {kv_dtype!r}; give one of {', '.join(KV_DTYPES)}, or leave it out")
-    chosen = load_device(device) if isinstance(device, str) else device
+    if not isinstance(device, str | Device):
+        raise UsageError(f"device is {device!r}; give a name (`rooftile devices` lists them) or a rooftile Device")
+    chosen = (load_device(device) if isinstance(device, str) else device).one_of_package()
     choices = _capture_options(options)
-    loaded, rebuild = _step(step, batch, seq, phase)
+    loaded, rebuild = _step(step, batch, seq, phase, choices.live)
     _check_combination(loaded, chosen, choices, options)
     trace = capture(loaded, chosen, choices, progress)
     if progress is not None:
@@ -131,16 +133,21 @@ def _capture_options(options: dict[str, Any]) -> CaptureOptions:
     return CaptureOptions(**options)
 
 
+def _words(values: Iterable[str]) -> list[str]:
+    """One word as good as a list of one."""
+    return [values] if isinstance(values, str) else list(values)
+
+
 def _step(
-    step: Step | str, batch: int | None, seq: int | None, phase: StepPhase | None
+    step: Step | str, batch: int | None, seq: int | None, phase: StepPhase | None, live: bool
 ) -> tuple[Step, Callable[[int], Step] | None]:
     """The step, and how to build it for another batch where that is possible."""
     if isinstance(step, str):
         target = step
-        loaded = load_target(target, batch=batch, seq=seq, phase=phase)
+        loaded = load_target(target, batch=batch, seq=seq, phase=phase, live=live)
         if loaded.batch is None:
             return loaded, None
-        return loaded, lambda other: load_target(target, batch=other, seq=seq, phase=phase)
+        return loaded, lambda other: load_target(target, batch=other, seq=seq, phase=phase, live=live)
     if not isinstance(step, Step):
         raise UsageError(f"audit was given a {type(step).__name__}; give a rooftile.Step or the name of a target")
     for name, value in (("batch", batch), ("seq", seq), ("phase", phase)):
@@ -155,7 +162,12 @@ def _check_combination(step: Step, device: Device, options: CaptureOptions, give
     dtype = _COMPUTES_IN.get(precision)
     if dtype is not None and not device.supports(dtype):
         has = ", ".join(name for name in device.inputs if name != "tf32")
-        raise UsageError(f"{device.name} has no {dtype}, which precision {precision} computes in; it has {has}")
+        instead = (
+            "; take --precision fp16-mixed (or fp16)" if dtype == "bfloat16" and device.supports("float16") else ""
+        )
+        raise UsageError(
+            f"{device.name} has no {dtype}, which precision {precision} computes in; it has {has}{instead}"
+        )
     if step.phase == "train":
         return
     for name, idle in (("optimizer", ("none", "as-is")), ("checkpoint", ("none",)), ("micro_batches", (1,))):

@@ -120,7 +120,7 @@ def on_cuda() -> dict[str, object]:
 
 def test_every_kind_of_rule_runs_the_operators_and_dtypes_that_torch_runs_on_cuda():
     want = on_cuda()
-    with emulated(load_policy("cuda"), lambda _: None), torch.autocast("cuda", dtype=torch.bfloat16):
+    with emulated(load_policy("cuda"), lambda _: None, lambda *_: None), torch.autocast("cuda", dtype=torch.bfloat16):
         got = observed("meta")
     for name, operators in want.items():
         assert got[name] == operators, name
@@ -129,7 +129,7 @@ def test_every_kind_of_rule_runs_the_operators_and_dtypes_that_torch_runs_on_cud
 def test_the_cpus_policy_on_meta_tensors_is_the_cpus_own_on_real_ones():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = {name: program().dtype for name, program in programs("cpu").items()}  # type: ignore[operator]
-    with emulated(load_policy("cpu"), lambda _: None), torch.autocast("cpu", dtype=torch.bfloat16):
+    with emulated(load_policy("cpu"), lambda _: None, lambda *_: None), torch.autocast("cpu", dtype=torch.bfloat16):
         got = {name: program().dtype for name, program in programs("meta").items()}  # type: ignore[operator]
     assert got == want
 
@@ -138,7 +138,7 @@ def test_linear_under_cpu_autocast_keeps_weights_and_gradients_in_fp32():
     """Input, weight, output, weight gradient: fp32, fp32, bf16, fp32."""
     layer = torch.nn.Linear(4, 2, device="meta")
     x = torch.empty(3, 4, device="meta")
-    with emulated(load_policy("cpu"), lambda _: None), torch.autocast("cpu", dtype=torch.bfloat16):
+    with emulated(load_policy("cpu"), lambda _: None, lambda *_: None), torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     y.float().square().mean().backward()
     assert layer.weight.grad is not None
@@ -149,7 +149,7 @@ def test_linear_under_cpu_autocast_keeps_weights_and_gradients_in_fp32():
 
 def test_disabled_regions_and_nested_contexts_of_any_device_are_honoured():
     x, w = torch.empty(3, 4, device="meta"), torch.empty(2, 4, device="meta")
-    with emulated(load_policy("cuda"), lambda _: None), torch.autocast("cuda", dtype=torch.float16):
+    with emulated(load_policy("cuda"), lambda _: None, lambda *_: None), torch.autocast("cuda", dtype=torch.float16):
         assert F.linear(x, w).dtype == torch.float16
         with torch.autocast("cuda", enabled=False):
             assert F.linear(x, w).dtype == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftile import devices
-from rooftile.capture import CaptureOptions, Step, capture, load_target
+from rooftile.capture import CaptureOptions, Step, Trace, capture, load_target
 from rooftile.capture.trace_file import load_trace, save_trace
 from rooftile.devices import Device
 from rooftile.errors import CaptureError, UsageError
@@ -70,9 +71,9 @@ def test_a_builder_that_needs_real_values_is_called_without_meta(tmp_path: Path,
         ("nothing", "unknown target 'nothing'; known: gpt2"),
         ("missing.py:step", "there is no file 'missing.py'.*check the path"),
         ("no_such_package.sub:step", "no module 'no_such_package.sub'"),
-        ("{file}:stop", "unknown function of .*'stop'; near matches: step"),
-        ("{file}:number", "is a int, not a function"),
-        ("{file}:model", "returned a Linear, not a rooftile.Step; return rooftile.Step"),
+        ("{file}:stop", "unknown function .stop.; near matches: step"),
+        ("{file}:number", "is of type int, not a function"),
+        ("{file}:model", "returned an object of type Linear, not a rooftile.Step; return"),
         ("{file}:needs", "needs the argument 'width'"),
     ],
 )
@@ -311,3 +312,121 @@ def test_a_compiled_model_is_audited_as_the_model_that_it_wraps(h100: Device):
         for m in (model, torch.compile(model))
     )
     assert compiled.ops == plain.ops
+
+
+def test_a_live_target_is_built_on_real_tensors(tmp_path: Path, h100: Device):
+    path = write(
+        tmp_path,
+        """
+        class Reads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("table", torch.arange(10.0))
+
+            def forward(self, ids):
+                assert ids.tolist() == list(range(10)), ids
+                assert self.table[3].item() == 3
+                return self.table[ids]
+
+        def step():
+            return rooftile.Step(Reads(), (torch.arange(10),), phase="prefill")
+        """,
+    )
+    step = load_target(f"{path}:step", live=True)
+    assert capture(step, h100, CaptureOptions(live=True, precision="fp32")).settings["mode"] == "live"
+    tokens = load_target("gpt2", seq=16, live=True).inputs["tokens"]
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 50257
+
+
+def test_a_live_capture_of_meta_tensors_is_refused(h100: Device):
+    with pytest.raises(UsageError, match="needs real tensors"):
+        capture(load_target("gpt2", seq=16), h100, CaptureOptions(live=True))
+
+
+def test_a_target_that_exits_is_one_sentence(tmp_path: Path):
+    inside = write(tmp_path, "import sys\ndef step():\n    sys.exit(7)\n", "inside.py")
+    with pytest.raises(CaptureError, match=r"inside\.py:5 .*called sys\.exit\(7\)"):
+        load_target(f"{inside}:step")
+    outside = write(tmp_path, "import sys\nsys.exit(7)\n", "outside.py")
+    with pytest.raises(CaptureError, match=r"outside\.py failed at .*outside\.py:4 with SystemExit"):
+        load_target(f"{outside}:step")
+
+
+def test_a_file_or_folder_without_the_rest_says_what_is_missing(tmp_path: Path):
+    path = write(tmp_path, STEP)
+    for target in (f"{path}", f"{path}:"):
+        with pytest.raises(UsageError, match=r"names a file and no function; give .*steps\.py:FUNCTION"):
+            load_target(target)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"is a folder; give .*config\.json"):
+        load_target(str(tmp_path))
+
+
+def test_an_error_inside_torchs_own_modules_names_the_module(h100: Device):
+    step = Step(nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)), (torch.randn(2, 3),), lambda y: y.sum())
+    with pytest.raises(CaptureError, match=r"module '1'.*RuntimeError"):
+        capture(step, h100, CaptureOptions())
+
+
+def test_contexts_that_the_caller_is_in_do_not_leak_into_the_step(h100: Device):
+    def run() -> tuple:
+        step = Step(nn.Linear(8, 8), (torch.randn(2, 8),), lambda y: y.sum())
+        return capture(step, h100, CaptureOptions(precision="fp32")).ops, torch.is_autocast_enabled("cpu")
+
+    plain, _ = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run() == (plain, True)
+    with torch.no_grad():
+        assert run()[0] == plain
+    with torch.inference_mode():
+        assert run()[0] == plain
+
+
+def test_the_weight_cache_ends_with_the_steps_own_region_inside_a_callers_one(h100: Device):
+    def deaths() -> list[int | None]:
+        step = Step(nn.Linear(8, 8), (torch.randn(2, 8),), lambda y: y.sum())
+        trace = capture(step, h100, CaptureOptions())
+        return [s.died for s in trace.storages if s.role == "autocast_cache"]
+
+    plain = deaths()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert deaths() == plain
+
+
+def test_autocast_that_the_model_enters_is_told(h100: Device):
+    class Model(nn.Module):
+        def __init__(self, device_type: str) -> None:
+            super().__init__()
+            self.lin, self.device_type = nn.Linear(4, 4), device_type
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(self.device_type, dtype=torch.bfloat16):
+                return self.lin(x)
+
+    for kind in ("cuda", "cpu"):
+        step = Step(Model(kind), (torch.randn(2, 4),), lambda y: y.sum())
+        trace = capture(step, h100, CaptureOptions(precision="fp32"))
+        assert trace.settings["autocast_entered"] == [{"device_type": kind, "dtype": "bfloat16", "by": "model"}]
+        assert any("taken as the target's" in note for note in trace.notes) == (kind == "cpu")
+    step = Step(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),), lambda y: y.sum())
+    assert capture(step, h100, CaptureOptions(checkpoint="blocks")).settings["autocast_entered"] == []
+
+
+def test_captures_of_several_threads_take_turns(h100: Device):
+    from concurrent.futures import ThreadPoolExecutor
+
+    def run(_: int) -> Trace:
+        return capture(load_target("gpt2", seq=32), h100, CaptureOptions())
+
+    want = run(0)
+    with ThreadPoolExecutor(3) as pool:
+        for trace in pool.map(run, range(3)):
+            assert trace.storages == want.storages
+
+
+def test_a_script_module_is_refused(h100: Device):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.trace(nn.Linear(4, 4), torch.randn(1, 4))
+    with pytest.raises(UsageError, match="is a ScriptModule"):
+        capture(Step(scripted, (torch.randn(2, 4),), lambda y: y.sum()), h100, CaptureOptions())

@@ -34,13 +34,16 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     return candidates[-1] if candidates else None
 
 
-def capture_error(error: Exception) -> CaptureError:
+def capture_error(error: BaseException) -> CaptureError:
     """One sentence: where, what, and the way out."""
     frame = user_frame(error)
-    where = "the model"
+    module = getattr(error, "rooftile_module", None)
+    where = f"the module {module!r}" if module else "the model"
     if frame is not None:
         line = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-        where = f"{frame.filename}:{frame.lineno} (`{line}`)"
+        where = f"{frame.filename}:{frame.lineno} (`{line}`)" + (f" in module {module!r}" if module else "")
+    if isinstance(error, SystemExit):
+        return CaptureError(f"{where} called sys.exit({error.code!r}); a target must return a rooftile.Step.")
     text = (str(error).strip().splitlines() or [""])[0]
     if type(error).__name__ in _NEEDS_VALUE or any(part in str(error) for part in _NEEDS_VALUE_TEXT):
         return CaptureError(

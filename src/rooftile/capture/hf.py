@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ __all__ = ["config_step"]
 _DEFAULT_SEQ = 4096
 
 
-def config_step(path: Path, *, batch: int, seq: int | None, phase: StepPhase) -> Step:
+def config_step(path: Path, *, batch: int, seq: int | None, phase: StepPhase, live: bool = False) -> Step:
     """A causal language model's (or, failing that, masked language model's) step from its configuration file.
 
     Training takes labels of its own vocabulary and the model's own loss; prefill and decode keep a KV cache, decode
@@ -33,7 +35,7 @@ def config_step(path: Path, *, batch: int, seq: int | None, phase: StepPhase) ->
         seq = min(_DEFAULT_SEQ, most) if most else _DEFAULT_SEQ
     if most is not None and seq > most:
         raise UsageError(f"seq is {seq}, but {path} has {positions} positions; use {most} or less")
-    with on_meta():
+    with contextlib.nullcontext() if live else on_meta():
         model, causal = _build_model(config, path)
         new = 1 if phase == "decode" else seq
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, new, dtype=torch.int64)}
@@ -55,7 +57,7 @@ def config_step(path: Path, *, batch: int, seq: int | None, phase: StepPhase) ->
 
 def _load_config(path: Path) -> Any:
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise UsageError(f"{path} needs transformers; install rooftile with the extra hf.") from error
     try:
@@ -70,6 +72,10 @@ def _load_config(path: Path) -> Any:
     try:
         return AutoConfig.for_model(kind, **values)
     except (ValueError, KeyError, TypeError) as error:
+        near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=3)
+        if kind not in CONFIG_MAPPING:
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it knows {len(CONFIG_MAPPING)} others."
+            raise UsageError(f"transformers can't read {str(path)!r}: no model_type {kind!r}; {hint}") from error
         first = (str(error).splitlines() or [""])[0]
         raise UsageError(f"transformers can't read {str(path)!r} (model_type {kind!r}): {first}") from error
 

@@ -82,11 +82,11 @@ def _converted(dtype: torch.dtype | None, like: Tensor) -> torch.dtype:
 def _new_tensor(like: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
     """A tensor with the same shape and strides; on "cpu" outside of a fake mode it has the same values."""
     target = _converted(dtype, like)
-    if (
-        device == "cpu"
-        and not like.is_meta
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
-    ):
+    if device == "cpu" and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        if like.is_meta:
+            raise UsageError(
+                "a live capture needs real tensors, and the Step has meta ones; build its model and inputs on the CPU."
+            )
         return like.detach().to(target, copy=True)
     if like.layout is not torch.strided:
         return like.detach().to(device=device, dtype=target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ class ModuleTracker:
         self._next_sequence = torch._C._autograd._get_sequence_nr
         self._node = torch._C._current_autograd_node
         self._saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+        self.failed: str | None = None  # the innermost module that an exception passed through
         self.outside = ""  # what operators outside of every module are filed under
 
     def locate(self, phase: Phase) -> tuple[Phase, str]:
@@ -62,7 +64,9 @@ class ModuleTracker:
         self._stack.append(path)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        self._stack.pop()
+        path = self._stack.pop()
+        if self.failed is None and sys.exc_info()[0] is not None:
+            self.failed = path
 
     @contextlib.contextmanager
     def tracking(self) -> Iterator[None]:

@@ -47,6 +47,8 @@ class CaptureOptions:
             value = getattr(self, name)
             if value not in choices and not (name == "precision" and value is None):
                 raise unknown_name(name, str(value), choices)
+        if not isinstance(self.live, bool):
+            raise UsageError(f"live is {self.live!r}; give True or False.")
         if not isinstance(self.micro_batches, int) or not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
             raise UsageError(
                 f"micro_batches is {self.micro_batches!r}; give a whole number from 1 to {MAX_MICRO_BATCHES} (each one "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -50,6 +51,10 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
         The model can't run without data; the sentence names the user's file and line.
     """
     say = progress or (lambda _: None)
+    if isinstance(step.model, torch.jit.ScriptModule):
+        raise UsageError(
+            "the model is a ScriptModule, which can't be copied; give the nn.Module that it was made from."
+        )
     wrapped = getattr(step.model, "_orig_mod", None)
     if isinstance(wrapped, nn.Module):  # torch.compile's wrapper: what it will fuse is unknown, what it runs is not
         step = replace(step, model=wrapped)
@@ -59,7 +64,8 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
         modes = ("meta", "fake")
     for mode in modes:
         try:
-            return _undisturbed(step, device, options, say, mode)
+            with _LOCK, _own_contexts():
+                return _undisturbed(step, device, options, say, mode)
         except RooftileError:
             raise
         except Exception as error:
@@ -67,6 +73,25 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
                 raise capture_error(error) from error
             say(f"meta tensors refused ({_first_line(error)}); again on fake CPU tensors")
     raise AssertionError("unreachable")
+
+
+#: A capture replaces operators for the whole process while it runs; captures of several threads take turns.
+_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def _own_contexts() -> Iterator[None]:
+    """Gradients on, autocast and inference mode off, whatever context the caller is in: the Step says what it wants."""
+    # Not by an autocast context of our own: the weight cache is cleared when the *outermost* one exits.
+    enabled = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    try:
+        for device in enabled:
+            torch.set_autocast_enabled(device, False)
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for device, was in enabled.items():
+            torch.set_autocast_enabled(device, was)
 
 
 def _first_line(error: Exception) -> str:
@@ -150,6 +175,10 @@ def _attempt(step: Step, device: Device, options: CaptureOptions, say: Progress,
         notes.append(
             "sparse tensors keep no values without data: their products and bytes are unknown; --live counts them"
         )
+    if any(e["device_type"] == "cpu" for e in runner.entered) and device.device_class != "cpu":
+        notes.append(
+            "the model enters torch.autocast('cpu'): taken as the target's, for tensors here are on the CPU or meta"
+        )
     if mode == "fake":
         notes.append("captured on fake CPU tensors: the model does not run on meta tensors")
     return Trace(ops, storages, settings, tuple(notes))
@@ -205,6 +234,7 @@ def _settings(
             for d, n in runner.policy.decisions.items()
         ],
         "autocast": autocast,
+        "autocast_entered": runner.entered,
         "loss_scale": LOSS_SCALE if precision == "fp16-mixed" and step.phase == "train" else None,
         "torch": torch.__version__,
     }

@@ -61,22 +61,29 @@ class Runner:
         self.modules = ModuleTracker(step.model)
         run = run_as_device(device.device_class)
         self.recorder = Recorder(self.modules, self.policy.handler, run, workspaces_of(device))
-        self.forward_ended = 0
+        self._own_region = False
+        self.entered: list[dict[str, str]] = []  # autocast contexts that the model made itself, each kind once
 
     def run(self) -> tuple[tuple[Op, ...], tuple[Storage, ...]]:
         """Record the step; the frozen ops and storages."""
         recorder = self.recorder
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.policy.installed())
-            stack.enter_context(emulated(self.autocast_policy, lambda t: recorder.tag(t, "autocast_cache")))
+            stack.enter_context(
+                emulated(self.autocast_policy, lambda t: recorder.tag(t, "autocast_cache"), self._entered)
+            )
             stack.enter_context(self.modules.tracking())
             self._tag_state()
             stack.enter_context(_no_garbage_collection())
-            with recorder:
-                if self.step.phase == "train":
-                    self._train()
-                else:
-                    self._infer()
+            try:
+                with recorder:
+                    if self.step.phase == "train":
+                        self._train()
+                    else:
+                        self._infer()
+            except Exception as error:
+                error.rooftile_module = self.modules.failed  # type: ignore[attr-defined]
+                raise
         classify = classifier(recorder, self.step.phase == "train")
         return recorder.finished(classify)
 
@@ -88,7 +95,16 @@ class Runner:
     def _region(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast)  # the emulated key: the target's lists, not the CPU's
+        self._own_region = True
+        try:
+            return torch.autocast("cpu", dtype=self.autocast)  # the emulated key: the target's lists, not the CPU's
+        finally:
+            self._own_region = False
+
+    def _entered(self, device_type: str, dtype: torch.dtype) -> None:
+        kind = {"device_type": device_type, "dtype": str(dtype).removeprefix("torch."), "by": "model"}
+        if not self._own_region and kind not in self.entered:
+            self.entered.append(kind)
 
     def _infer(self) -> None:
         self.say("forward")

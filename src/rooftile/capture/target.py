@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -24,26 +25,38 @@ __all__ = ["load_target", "zoo_step"]
 
 
 def load_target(
-    target: str, *, batch: int | None = None, seq: int | None = None, phase: StepPhase | None = None
+    target: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    phase: StepPhase | None = None,
+    live: bool = False,
 ) -> Step:
     """The Step that ``target`` names.
 
     ``batch``, ``seq`` and ``phase`` are handed to a function that has parameters of these names; a function that has
     not keeps its own, and asking for others is a UsageError. The function is called with meta as torch's default
-    device, so that the model it builds takes no memory; where it can't work so, it is called again as it stands.
+    device, so that the model it builds takes no memory; where it can't work so, it is called again as it stands, and
+    with ``live`` only as it stands: on real tensors.
     """
     if phase is not None and phase not in STEP_PHASES:
         raise UsageError(f"phase {phase!r} is not one of {', '.join(STEP_PHASES)}.")
     for name, value in (("batch", batch), ("seq", seq)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}; give a whole number of at least 1.")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UsageError(f"{name} is {value!r}; give a whole number of at least 1.")
     if target in zoo.names():
-        return zoo_step(target, batch=batch or 1, seq=seq, phase=phase or "train")
+        return zoo_step(target, batch=batch or 1, seq=seq, phase=phase or "train", device="cpu" if live else "meta")
     if target.endswith(".json"):
         from rooftile.capture.hf import config_step
 
-        return without_compiler(lambda: config_step(Path(target), batch=batch or 1, seq=seq, phase=phase or "train"))
+        return without_compiler(
+            lambda: config_step(Path(target), batch=batch or 1, seq=seq, phase=phase or "train", live=live)
+        )
     module_name, colon, function_name = target.rpartition(":")
+    if target.endswith((".py", ".py:")):
+        raise UsageError(f"{target!r} names a file and no function; give {target.removesuffix(':')}:FUNCTION.")
+    if Path(target, "config.json").is_file():
+        raise UsageError(f"{target!r} is a folder; give {Path(target, 'config.json')}.")
     if not colon or not function_name or not module_name:
         raise unknown_name(
             "target",
@@ -53,10 +66,10 @@ def load_target(
         )
     function = _find_function(module_name, function_name)
     arguments = _accepted(function, target, {"batch": batch, "seq": seq, "phase": phase})
-    step = _call(function, arguments)
+    step = _call(function, arguments, live)
     if not isinstance(step, Step):
         raise UsageError(
-            f"{target} returned a {type(step).__name__}, not a rooftile.Step; "
+            f"{target} returned an object of type {type(step).__name__}, not a rooftile.Step; "
             "return rooftile.Step(model=..., inputs=..., loss=...)."
         )
     if phase is not None and step.phase != phase:
@@ -82,9 +95,9 @@ def _find_function(module_name: str, function_name: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if function is None:
         functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise unknown_name(f"function of {module_name}", function_name, functions)
+        raise unknown_name("function", function_name, functions, see=f"in {module_name}")
     if not callable(function):
-        raise UsageError(f"{function_name!r} in {module_name} is a {type(function).__name__}, not a function.")
+        raise UsageError(f"{function_name!r} in {module_name} is of type {type(function).__name__}, not a function.")
     return function
 
 
@@ -100,7 +113,7 @@ def _load_file(path: Path) -> Any:
     sys.path.insert(0, folder)  # as `python file.py` would: the file may import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_error(str(path), error) from error
     finally:
         sys.path.remove(folder)
@@ -115,13 +128,13 @@ def _load_module(name: str) -> Any:
         if error.name and name.split(".")[0] == error.name.split(".")[0]:
             raise UsageError(f"there is no module {name!r} on the Python path; is it spelled right?") from error
         raise _import_error(name, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_error(name, error) from error
     finally:
         sys.path.remove(os.getcwd())
 
 
-def _import_error(what: str, error: Exception) -> RooftileError:
+def _import_error(what: str, error: BaseException) -> RooftileError:
     frame = user_frame(error)
     where = f" at {frame.filename}:{frame.lineno}" if frame else ""
     if isinstance(error, SyntaxError):
@@ -159,16 +172,14 @@ def _on_meta(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         return function(**arguments)
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    try:
-        return without_compiler(lambda: _on_meta(function, arguments))
-    except RooftileError:
-        raise
-    except Exception:
-        pass
+def _call(function: Callable[..., Any], arguments: dict[str, Any], live: bool) -> Any:
+    if not live:
+        # Whatever goes wrong on meta, the second call, on real tensors, tells the user.
+        with contextlib.suppress(Exception, SystemExit):
+            return without_compiler(lambda: _on_meta(function, arguments))
     try:
         return function(**arguments)
     except RooftileError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise capture_error(error) from error

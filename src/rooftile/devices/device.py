@@ -6,7 +6,7 @@ spells them without ``torch.``; ``"tf32"`` is the fp32 product in TF32 mode.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rooftile.errors import UsageError
@@ -131,6 +131,23 @@ class Device:
     def ceiling(self, input_dtype: str) -> Ceiling | None:
         """The measured ceiling for ``input_dtype``, None where there is none."""
         return next((ceiling for ceiling in self.measured if ceiling.input == input_dtype), None)
+
+    def one_of_package(self) -> Device:
+        """What one process sees: a package of several devices is divided by their number, any other is itself."""
+        count = self.logical_devices
+        if count == 1:
+            return self
+        return replace(
+            self,
+            peaks=tuple(replace(peak, flops_per_s=peak.flops_per_s / count) for peak in self.peaks),
+            measured=tuple(replace(ceiling, flops_per_s=ceiling.flops_per_s / count) for ceiling in self.measured),
+            memory_bandwidth=self.memory_bandwidth / count,
+            nominal_bytes=self.nominal_bytes // count,
+            visible_bytes=self.visible_bytes // count,
+            sm_count=None if self.sm_count is None else self.sm_count // count,
+            logical_devices=1,
+            notes=(f"figures of one of the package's {count} devices, which is what a process sees",),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dictionaries, ready for JSON."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
@@ -160,8 +161,14 @@ def _overload(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def emulated(policy: AutocastPolicy, on_cached: Callable[[Tensor], None]) -> Iterator[None]:
-    """Make autocast contexts follow ``policy`` until the block is left; ``on_cached`` sees each cached weight copy."""
+def emulated(
+    policy: AutocastPolicy, on_cached: Callable[[Tensor], None], on_entered: Callable[[str, torch.dtype], None]
+) -> Iterator[None]:
+    """Make autocast contexts follow ``policy`` until the block is left.
+
+    ``on_cached`` sees each cached weight copy, ``on_entered`` the device type and dtype of each enabled context that
+    is made meanwhile (checkpointing's own, which restore what was there, apart).
+    """
     cache = _WeightCache(on_cached)
     library = torch.library.Library("aten", "IMPL")
     names = set(policy.rules) | set(load_policy("cpu").rules)
@@ -175,7 +182,7 @@ def emulated(policy: AutocastPolicy, on_cached: Callable[[Tensor], None]) -> Ite
     was_included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
     try:
-        with _redirected_contexts(cache):
+        with _redirected_contexts(cache, on_entered):
             yield
     finally:
         cache.copies.clear()
@@ -184,16 +191,20 @@ def emulated(policy: AutocastPolicy, on_cached: Callable[[Tensor], None]) -> Ite
 
 
 @contextlib.contextmanager
-def _redirected_contexts(cache: _WeightCache) -> Iterator[None]:
+def _redirected_contexts(cache: _WeightCache, on_entered: Callable[[str, torch.dtype], None]) -> Iterator[None]:
     """Send ``torch.autocast`` of any device to the emulated key, and clear our cache when torch clears its own."""
     autocast = torch.amp.autocast_mode.autocast
-    init, clear = autocast.__init__, torch.clear_autocast_cache
+    init, clear, leave = autocast.__init__, torch.clear_autocast_cache, torch.autocast_decrement_nesting
+    around = torch.autocast_increment_nesting() - 1  # contexts that the caller is in
+    torch.autocast_decrement_nesting()
 
     def redirected_init(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
     ) -> None:
         if dtype is None:
             dtype = torch.get_autocast_dtype(device_type if device_type != "meta" else "cuda")
+        if enabled and sys._getframe(1).f_globals.get("__name__") != "torch.utils.checkpoint":
+            on_entered(device_type, dtype)
         init(self, "cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     def clear_both() -> None:
@@ -202,8 +213,10 @@ def _redirected_contexts(cache: _WeightCache) -> Iterator[None]:
 
     autocast.__init__ = redirected_init  # type: ignore[method-assign]
     torch.clear_autocast_cache = clear_both
+    torch.autocast_decrement_nesting = lambda: leave() - around
     try:
         yield
     finally:
         autocast.__init__ = init  # type: ignore[method-assign]
         torch.clear_autocast_cache = clear
+        torch.autocast_decrement_nesting = leave
