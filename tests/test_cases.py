@@ -167,3 +167,83 @@ def test_case_36_a_frozen_base_has_no_weight_gradient():
     # Layer 2: dX through base, b, a and dW of a, b. Layer 1, whose input needs none: dW of a, b and dX through b.
     assert backward == base + 2 * adapter + 2 * adapter + 2 * adapter + adapter
     assert report.flops.matmul == 2 * (base + 2 * adapter) + backward
+
+
+def test_a_tensor_that_is_given_twice_is_read_once():
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = x.chunk(2)  # alike in shape and storage, and not the same elements
+            return a * b
+
+    x = torch.empty(1024, 1024, device="meta")
+    square = rooftile.audit(rooftile.Step(Square(), (x,), phase="prefill"), "h100-sxm", precision="fp32")
+    assert square.bytes.unfused == 2 * 4 * 2**20
+    halves = rooftile.audit(rooftile.Step(Halves(), (x,), phase="prefill"), "h100-sxm", precision="fp32")
+    assert halves.bytes.unfused == 3 * 4 * 2**19
+
+
+def test_a_complex_product_is_four_real_ones_and_other_complex_work_is_unknown():
+    class Product(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a @ b
+
+    a, b = (torch.empty(shape, dtype=torch.complex64, device="meta") for shape in ((256, 64), (64, 32)))
+    report = rooftile.audit(rooftile.Step(Product(), (a, b), phase="prefill"), "h100-sxm", precision="as-is")
+    assert report.flops.total == 8 * 256 * 64 * 32
+
+    class Scaled(nn.Module):
+        def forward(self, a: Tensor) -> Tensor:
+            return a * 2
+
+    report = rooftile.audit(rooftile.Step(Scaled(), (a,), phase="prefill"), "h100-sxm", precision="as-is")
+    assert report.coverage.unknown_ops == ("aten.mul.Tensor",)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_grouped_products_count_the_routed_rows_in_any_dtype(precision: str):
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(4, 64, 32))
+
+        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+            return F.grouped_mm(x, self.w, offs=offsets)
+
+    with torch.device("meta"):
+        step = rooftile.Step(
+            Experts(), (torch.empty(48, 64), torch.empty(4, dtype=torch.int32)), lambda y: y.float().sum()
+        )
+    report = rooftile.audit(step, "h100-sxm", precision=precision, optimizer="none")
+    assert report.flops.forward >= 2 * 48 * 64 * 32
+    assert report.flops.matmul == 2 * (2 * 48 * 64 * 32)  # forward and the weights' gradient
+
+
+def test_a_package_of_two_devices_is_audited_as_the_one_that_a_process_sees():
+    whole = rooftile.devices.load("mi250x")
+    report = rooftile.audit("gpt2", "mi250x", seq=64)
+    assert report.memory.visible_bytes == whole.visible_bytes // 2
+    assert report.roofline.ridge == pytest.approx(383e12 / 3277e9, rel=1e-3)
+    assert report.device.memory_bandwidth == whole.memory_bandwidth / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": None}, "device is None"),
+        ({"batch": "4"}, "batch is '4'"),
+        ({"batch": True}, "batch is True"),
+        ({"live": "yes"}, "live is 'yes'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_one_sentence(arguments: dict, message: str):
+    with pytest.raises(rooftile.UsageError, match=message):
+        rooftile.audit("gpt2", **{"device": "h100-sxm", **arguments})
+
+
+def test_one_rule_is_as_good_as_a_list_of_one():
+    one = rooftile.audit("gpt2", "h100-sxm", seq=64, select="GEM")
+    assert {finding.code for finding in one.findings} == {"GEM001"}

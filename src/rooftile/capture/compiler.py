@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -19,6 +20,9 @@ __all__ = ["compiler_is_imported", "without_compiler"]
 
 _NAME = "torch._dynamo"
 _T = TypeVar("_T")
+
+#: The table of modules belongs to the process; threads take turns.
+_LOCK = threading.RLock()
 
 
 class _CompilerNeededError(BaseException):
@@ -74,11 +78,12 @@ def compiler_is_imported() -> bool:
 
 def without_compiler(work: Callable[[], _T]) -> _T:
     """``work()``, with the stand-in if the compiler is not imported anyway; twice if the first time asked for it."""
-    if _NAME in sys.modules:
-        return work()
-    try:
-        with _stand_in():
+    with _LOCK:
+        if _NAME in sys.modules:
             return work()
-    except _CompilerNeededError:
-        importlib.import_module(_NAME)
-        return work()
+        try:
+            with _stand_in():
+                return work()
+        except _CompilerNeededError:
+            importlib.import_module(_NAME)
+            return work()

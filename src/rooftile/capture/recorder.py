@@ -6,7 +6,7 @@ It sits below autograd, so it sees what a device would launch: forward, recomput
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,30 @@ def _is_composite(func: Any) -> bool:
 _NOT_RECORDED = ("profiler.", "prim.", "aten.lift_fresh.", "aten._local_scalar_dense.", "aten.promote_types.")
 
 
+def _repeated(args: tuple[Any, ...], kwargs: dict[str, Any], ids: list[int]) -> tuple[int, ...]:
+    """Positions of tensors that are the very tensor of an earlier position: ``x * x`` reads x once.
+
+    Two views of one storage may look alike and lie apart, so the offset counts too.
+    """
+    seen: set[tuple[int, int, TensorMeta]] = set()
+    again: list[int] = []
+    for position, (tensor, storage) in enumerate(zip(_tensors([args, list(kwargs.values())]), ids, strict=True)):
+        offset = int(tensor.storage_offset()) if tensor.layout is torch.strided else 0
+        what = (storage, offset, describe(tensor))
+        if what in seen:
+            again.append(position)
+        seen.add(what)
+    return tuple(again)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     """A weak reference that knows which record it stands for."""
 
@@ -89,7 +113,7 @@ class Recorder(TorchDispatchMode):
     """Records every operator between ``__enter__`` and ``__exit__``.
 
     ``handler(op)`` gives what stands in for a composite operator under inference mode; ``run(op, args, kwargs)`` runs
-    an operator as the target would (None: as it is); ``workspaces(call)`` names a kernel's scratch memory.
+    an operator as the target would; ``workspaces(call)`` names a kernel's scratch memory.
     """
 
     @classmethod
@@ -101,7 +125,7 @@ class Recorder(TorchDispatchMode):
         self,
         modules: ModuleTracker,
         handler: Callable[[Any], Callable[..., Any] | None],
-        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None,
+        run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         workspaces: Workspaces,
     ) -> None:
         super().__init__()
@@ -170,7 +194,7 @@ class Recorder(TorchDispatchMode):
                 result = handler(*args, **kwargs) if handler else func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         ignored = self._ignored.get(func)
         if ignored is None:
             ignored = self._ignored[func] = str(func).startswith(_NOT_RECORDED)
@@ -191,10 +215,11 @@ class Recorder(TorchDispatchMode):
         self._op_module, self._op_phase = module, phase
         metas: list[TensorMeta] = []
         self._outputs(result, metas, outputs, now)
-        key = (func, spec, named, tuple(metas))
+        repeated = _repeated(args, kwargs, inputs) if len(set(inputs)) < len(inputs) else ()
+        key = (func, spec, named, tuple(metas), repeated)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = Call(str(func), spec, named, key[3])
+            call = self._calls[key] = Call(str(func), spec, named, key[3], repeated)
             self._scratch[id(call)] = self._workspaces(call)
         self.ops.append(Op(call, module, phase, tuple(inputs), tuple(outputs), self.micro_batch))
         if phase == "backward":

@@ -109,6 +109,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     outputs: tuple[TensorMeta, ...]
+    repeated: tuple[int, ...] = ()  # positions in ``inputs`` of a tensor that an earlier position has already
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position`` of the schema, or by ``name``, or ``default`` where it was left out."""

@@ -39,7 +39,10 @@ def save_trace(trace: Trace, path: str | Path) -> None:
             return {"f": repr(value)}  # JSON has no infinities
         return value
 
-    coded = [[c.operator, encode(c.args), [[k, encode(v)] for k, v in c.kwargs], encode(c.outputs)] for c in table]
+    coded = [
+        [c.operator, encode(c.args), [[k, encode(v)] for k, v in c.kwargs], encode(c.outputs), c.repeated]
+        for c in table
+    ]  # fmt: skip
     document = {
         "schema": SCHEMA,
         "settings": trace.settings,
@@ -49,8 +52,9 @@ def save_trace(trace: Trace, path: str | Path) -> None:
         "ops": [[calls[id(o.call)], o.module, o.phase, o.inputs, o.outputs, o.micro_batch] for o in trace.ops],
         "storages": [list(s) for s in trace.storages],
     }
-    with replaced(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8", compresslevel=5) as file:
-        json.dump(document, file, separators=(",", ":"))
+    text = json.dumps(document, separators=(",", ":"))
+    with replaced(path) as temporary:  # without name and time in the header, equal traces are equal files
+        temporary.write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -75,8 +79,8 @@ def load_trace(path: str | Path) -> Trace:
         return tuple(decode(item) for item in value) if isinstance(value, list) else value
 
     calls = [
-        Call(name, decode(args), tuple((k, decode(v)) for k, v in kwargs), decode(outputs))
-        for name, args, kwargs, outputs in document["calls"]
+        Call(name, decode(args), tuple((k, decode(v)) for k, v in kwargs), decode(outputs), tuple(repeated))
+        for name, args, kwargs, outputs, repeated in document["calls"]
     ]
     ops = tuple(
         Op(calls[call], module, phase, tuple(inputs), tuple(outputs), micro_batch)

@@ -169,9 +169,9 @@ def read_positions(call: Call) -> tuple[int, ...]:
 
 
 def reads(call: Call) -> tuple[TensorMeta, ...]:
-    """The tensors that the operator reads."""
-    inputs = call.inputs
-    return tuple(inputs[index] for index in read_positions(call))
+    """The tensors that the operator reads, each once: one that is given twice is there the second time."""
+    inputs, repeated = call.inputs, call.repeated
+    return tuple(inputs[index] for index in read_positions(call) if index not in repeated)
 
 
 def writes(call: Call) -> tuple[TensorMeta, ...]:

@@ -92,7 +92,18 @@ def cost_of(call: Call) -> Cost | None:
         tensors = call.outputs or call.inputs
         if all(meta.numel == 0 for meta in tensors) or any(meta.numel == 0 for meta in call.inputs):
             return replace(cost, zero_reason="empty")
+    if cost is not None and cost.flops and any("complex" in meta.dtype for meta in (*call.inputs, *call.outputs)):
+        return _complex(cost)
     return cost
+
+
+def _complex(cost: Cost) -> Cost | None:
+    """A complex multiply-add is 4 products and 4 sums, 8 FLOPs against 2; other complex work is unknown."""
+    if cost.family != "matmul":
+        return None
+    epilogue = 2 * (cost.flops - cost.matmul_flops)  # a complex sum is two
+    dense = None if cost.dense_flops is None else 4 * cost.dense_flops
+    return replace(cost, flops=4 * cost.matmul_flops + epilogue, matmul_flops=4 * cost.matmul_flops, dense_flops=dense)
 
 
 def trace_costs(trace: Trace) -> tuple[Cost | None, ...]:

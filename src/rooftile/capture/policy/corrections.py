@@ -19,9 +19,40 @@ _STATISTICS = {aten.native_layer_norm.default: (1, 2), aten.native_group_norm.de
 _STATISTICS_IN = {aten.native_layer_norm_backward.default: (3, 4), aten.native_group_norm_backward.default: (2, 3)}
 
 
-def run_as_device(device_class: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None:
-    """``run(func, args, kwargs)`` for the device class, or None where the CPU's kernels need no correction."""
-    return _run_fp32_statistics if device_class in ("cuda", "rocm") else None
+def run_as_device(device_class: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """``run(func, args, kwargs)`` for the device class."""
+    return _run_fp32_statistics if device_class in ("cuda", "rocm") else _run
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        result = _grouped_mm_without_values(*args, **kwargs)
+        if result is not None:
+            return result
+    return func(*args, **kwargs)
+
+
+def _grouped_mm_without_values(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor | None:
+    """The result's shape for meta and fake tensors, whose kernel knows bf16 only; None for real ones, which know more.
+
+    Groups split the rows (2d by 3d), the columns (3d by 2d), the inner dimension (2d by 2d) or none (3d by 3d).
+    """
+    if bias is not None:  # torch's own kernel refuses it
+        return None
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not (a.is_meta or isinstance(a, FakeTensor)):
+        return None
+    groups = 0 if offs is None else offs.shape[0]
+    shape = {
+        (2, 3): (a.shape[0], b.shape[-1]),
+        (3, 2): (a.shape[-2], b.shape[-1]),
+        (2, 2): (groups, a.shape[0], b.shape[-1]),
+        (3, 3): (a.shape[0], a.shape[-2], b.shape[-1]),
+    }[a.dim(), b.dim()]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
 def _run_fp32_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,7 +66,7 @@ def _run_fp32_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
                 listed[i] = listed[i].to(args[1].dtype)
             args = tuple(listed)
         return func(*args, **kwargs)
-    result = func(*args, **kwargs)
+    result = _run(func, args, kwargs)
     positions = _STATISTICS.get(func)
     if positions is None:
         return result

@@ -28,12 +28,18 @@ def _factory(name: str, device_class: str) -> Callable[[Any], torch.optim.Optimi
 
 
 def _fused_adamw(params: Any) -> torch.optim.Optimizer:
-    """AdamW(fused=True); torch's constructor refuses meta parameters, its step does not."""
+    """AdamW(fused=True); torch refuses to make it, or its state, for meta parameters, so both are made here."""
     optimizer = torch.optim.AdamW(params, lr=1e-3, foreach=False)
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, None
     optimizer.defaults["fused"] = True
     optimizer._step_supports_amp_scaling = True
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
     return optimizer
 
 
