@@ -1,1 +1,50 @@
-"""Scaled low precision."""
+"""Scaled low precision: score the recipes, then train with the one that holds.
+
+Recipes are data and import without torch; everything that touches a tensor is loaded when it is first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rooftile.lowp.recipes import LAYER_RECIPES, RECIPES, LayerRecipe, Recipe, layer_recipe, recipe
+
+if TYPE_CHECKING:
+    from rooftile.lowp.delayed import AmaxHistory
+    from rooftile.lowp.files import load
+    from rooftile.lowp.masters import MasterWeights
+    from rooftile.lowp.scaled_tensor import ScaledTensor, quantize
+    from rooftile.lowp.scoring import RecipeScore, ScoreTable, score
+
+_MODULES = {
+    "delayed": ("AmaxHistory",),
+    "files": ("load",),
+    "masters": ("MasterWeights",),
+    "scaled_tensor": ("ScaledTensor", "quantize"),
+    "scoring": ("RecipeScore", "ScoreTable", "score"),
+}
+_LATE = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "LAYER_RECIPES",
+    "RECIPES",
+    "AmaxHistory",
+    "LayerRecipe",
+    "MasterWeights",
+    "Recipe",
+    "RecipeScore",
+    "ScaledTensor",
+    "ScoreTable",
+    "layer_recipe",
+    "load",
+    "quantize",
+    "recipe",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

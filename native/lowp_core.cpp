@@ -1,0 +1,143 @@
+// The C ABI of scaled low precision: split the work over threads and run the kernels of the chosen instruction set.
+//
+// Every function returns 0, or a negative number for an argument that it can't take. Splitting never changes codes, scales or
+// counts; the two sums of squares of a score are added task by task in an order that the number of threads doesn't change.
+#include "lowp_kernels.h"
+
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
+#define ROOFTILE_API extern "C" __attribute__((visibility("default")))
+
+extern "C" int32_t rooftile_best_isa();
+
+namespace rooftile {
+namespace {
+
+enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+#if defined(__unix__) || defined(__APPLE__)
+const pid_t loader_pid = getpid();
+bool forked() { return getpid() != loader_pid; }  // a forked child has no OpenMP workers
+#else
+bool forked() { return false; }
+#endif
+
+constexpr int64_t kSerialBelow = 1 << 15;  // elements
+
+int team_size(int64_t elements, int64_t tasks, int32_t threads) {
+  if (elements < kSerialBelow || threads < 1 || forked()) return 1;
+  return static_cast<int>(tasks < threads ? (tasks < 1 ? 1 : tasks) : threads);
+}
+
+// The same call for the chosen copy of a kernel.
+#if defined(ROOFTILE_X86)
+#define ROOFTILE_RUN(isa, call)               \
+  do {                                        \
+    if ((isa) == kAvx512) { avx512::call; }   \
+    else if ((isa) == kAvx2) { avx2::call; }  \
+    else { portable::call; }                  \
+  } while (0)
+#else
+#define ROOFTILE_RUN(isa, call) do { (void)(isa); portable::call; } while (0)
+#endif
+
+bool usable(const Blocks& b, int32_t source, int32_t* isa) {
+  const int32_t best = rooftile_best_isa();
+  if (*isa < 0) *isa = best;
+  return *isa <= best && b.rows >= 0 && b.cols >= 0 && b.block_rows > 0 && b.block_cols > 0 && source >= kLowpFp32 &&
+         source <= kLowpBf16 && b.grid_cols == (b.cols + b.block_cols - 1) / b.block_cols;
+}
+
+int64_t count_of(const Blocks& b) { return (b.rows + b.block_rows - 1) / b.block_rows * b.grid_cols; }
+
+template <typename Work>
+void over_blocks(const Blocks& blocks, int32_t threads, Work work) {
+  const int64_t count = count_of(blocks);
+  const int team = team_size(blocks.rows * blocks.cols, count, threads);
+  if (team == 1) return work(0, count);
+#pragma omp parallel for num_threads(team) schedule(static, 1)
+  for (int rank = 0; rank < team; ++rank) work(count * rank / team, count * (rank + 1) / team);
+}
+
+void merge(const ScoreOutput& from, ScoreOutput* into) {
+  into->zeros += from.zeros;
+  into->non_finite += from.non_finite;
+  into->flushed += from.flushed;
+  into->saturated += from.saturated;
+  if (from.largest_error > into->largest_error) into->largest_error = from.largest_error;
+  for (int bin = 0; bin < kErrorBins; ++bin) into->errors[bin] += from.errors[bin];
+}
+
+}  // namespace
+}  // namespace rooftile
+
+using namespace rooftile;
+
+// Raised whenever a signature, a struct or the meaning of an argument changes; Python refuses another number.
+ROOFTILE_API int32_t rooftile_lowp_abi() { return 1; }
+
+ROOFTILE_API int32_t rooftile_block_amax(const void* in, int32_t source, const Blocks* blocks, float* amax, int32_t threads,
+                                         int32_t isa) {
+  if (!usable(*blocks, source, &isa)) return -1;
+  over_blocks(*blocks, threads, [&](int64_t first, int64_t last) {
+    ROOFTILE_RUN(isa, block_amax(in, source, *blocks, first, last, amax));
+  });
+  return 0;
+}
+
+ROOFTILE_API int32_t rooftile_quantize_blocks(const void* in, int32_t source, const Blocks* blocks, const CodePlan* code,
+                                              const ScalePlan* scale, void* codes, float* decode, int32_t threads, int32_t isa) {
+  if (!usable(*blocks, source, &isa) || scale->rule < kExact || scale->rule > kPowerOfTwoFloor) return -1;
+  uint8_t* out = static_cast<uint8_t*>(codes);
+  over_blocks(*blocks, threads, [&](int64_t first, int64_t last) {
+    ROOFTILE_RUN(isa, quantize_blocks(in, source, *blocks, first, last, *code, *scale, out, decode));
+  });
+  return 0;
+}
+
+ROOFTILE_API int32_t rooftile_encode_blocks(const void* in, int32_t source, const Blocks* blocks, const CodePlan* code,
+                                            const float* encode, void* codes, int32_t threads, int32_t isa) {
+  if (!usable(*blocks, source, &isa)) return -1;
+  uint8_t* out = static_cast<uint8_t*>(codes);
+  over_blocks(*blocks, threads, [&](int64_t first, int64_t last) {
+    ROOFTILE_RUN(isa, encode_blocks(in, source, *blocks, first, last, *code, encode, out));
+  });
+  return 0;
+}
+
+// outputs: one per recipe, zeroed by the caller. Each task reads its rows once from memory and scores them under every recipe.
+ROOFTILE_API int32_t rooftile_score(const void* in, int32_t source, const ScoreInput* inputs, ScoreOutput* outputs,
+                                    int32_t recipes, int64_t task_rows, int32_t threads, int32_t isa) {
+  if (recipes < 1 || task_rows < 1) return -1;
+  for (int r = 0; r < recipes; ++r)
+    if (!usable(inputs[r].blocks, source, &isa)) return -1;
+  const int64_t rows = inputs[0].blocks.rows, tasks = (rows + task_rows - 1) / task_rows;
+  const int team = team_size(rows * inputs[0].blocks.cols, tasks, threads);
+  std::vector<double> sums(static_cast<size_t>(2 * tasks * recipes));
+#pragma omp parallel for num_threads(team) schedule(static, 1) if (team > 1)
+  for (int rank = 0; rank < team; ++rank) {
+    std::vector<ScoreOutput> mine(static_cast<size_t>(recipes));
+    for (int64_t task = tasks * rank / team; task < tasks * (rank + 1) / team; ++task) {
+      const int64_t first = task * task_rows, last = first + task_rows < rows ? first + task_rows : rows;
+      for (int r = 0; r < recipes; ++r) {
+        mine[r].signal = mine[r].noise = 0;
+        ROOFTILE_RUN(isa, score_rows(in, source, inputs[r], first, last, &mine[r]));
+        sums[2 * (task * recipes + r)] = mine[r].signal;
+        sums[2 * (task * recipes + r) + 1] = mine[r].noise;
+      }
+    }
+#pragma omp critical(rooftile_score_merge)
+    for (int r = 0; r < recipes; ++r) merge(mine[r], &outputs[r]);
+  }
+  for (int64_t task = 0; task < tasks; ++task) {
+    for (int r = 0; r < recipes; ++r) {
+      outputs[r].signal += sums[2 * (task * recipes + r)];
+      outputs[r].noise += sums[2 * (task * recipes + r) + 1];
+    }
+  }
+  return 0;
+}
