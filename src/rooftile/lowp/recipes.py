@@ -78,7 +78,7 @@ class Recipe:
     @property
     def square(self) -> bool:
         """Whether the transposed matrix has the transposed scales, so that one quantisation serves both products."""
-        return self.block[0] == self.block[1] and not self.history
+        return self.block[0] == self.block[1]
 
     def with_format(self, fmt: str) -> Recipe:
         """The same scaling for another format."""
@@ -108,7 +108,8 @@ class LayerRecipe:
     """A recipe per role of a linear layer; ``saved_input`` is what the backward pass keeps of the input.
 
     ``codes``: the quantised input, decoded and quantised again along the tokens for the weight's gradient (1 byte a
-    value, two roundings). ``input``: the input as it came (one rounding, and as many bytes as its dtype has).
+    value, two roundings). ``input``: the input as it came (one rounding, and as many bytes as its dtype has). Where a
+    scale serves a square, both are the same and the codes are kept.
     """
 
     name: str
@@ -120,8 +121,6 @@ class LayerRecipe:
     def __post_init__(self) -> None:
         if self.saved_input not in ("codes", "input"):
             raise UsageError(f"recipe {self.name!r}: saved_input is {self.saved_input!r}; choose codes or input")
-        if self.saved_input == "codes" and self.input.history:
-            raise UsageError(f"recipe {self.name!r}: a delayed input is kept as it came; set saved_input='input'")
 
 
 #: Every recipe for a layer by name.
