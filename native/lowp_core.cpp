@@ -6,27 +6,10 @@
 
 #include <vector>
 
-#if defined(__unix__) || defined(__APPLE__)
-#include <unistd.h>
-#endif
-
-#define ROOFTILE_API extern "C" __attribute__((visibility("default")))
-
-extern "C" int32_t rooftile_best_isa();
+#include "platform.h"
 
 namespace rooftile {
 namespace {
-
-enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
-
-#if defined(__unix__) || defined(__APPLE__)
-const pid_t loader_pid = getpid();
-bool forked() { return getpid() != loader_pid; }  // a forked child has no OpenMP workers
-#else
-bool forked() { return false; }
-#endif
-
-constexpr int64_t kSerialBelow = 1 << 15;  // elements
 
 int team_size(int64_t elements, int64_t tasks, int32_t threads) {
   if (elements < kSerialBelow || threads < 1 || forked()) return 1;
@@ -46,9 +29,8 @@ int team_size(int64_t elements, int64_t tasks, int32_t threads) {
 #endif
 
 bool usable(const Blocks& b, int32_t source, int32_t* isa) {
-  const int32_t best = rooftile_best_isa();
-  if (*isa < 0) *isa = best;
-  return *isa <= best && b.rows >= 0 && b.cols >= 0 && b.block_rows > 0 && b.block_cols > 0 && source >= kLowpFp32 &&
+  *isa = chosen_isa(*isa);
+  return *isa <= machine_isa && b.rows >= 0 && b.cols >= 0 && b.block_rows > 0 && b.block_cols > 0 && source >= kLowpFp32 &&
          source <= kLowpBf16 && b.grid_cols == (b.cols + b.block_cols - 1) / b.block_cols;
 }
 
@@ -93,6 +75,7 @@ ROOFTILE_API int32_t rooftile_quantize_blocks(const void* in, int32_t source, co
                                               const ScalePlan* scale, void* codes, float* decode, int32_t threads, int32_t isa) {
   if (!usable(*blocks, source, &isa) || scale->rule < kExact || scale->rule > kPowerOfTwoFloor) return -1;
   uint8_t* out = static_cast<uint8_t*>(codes);
+  advise_huge_pages(out, blocks->rows * blocks->cols);
   over_blocks(*blocks, threads, [&](int64_t first, int64_t last) {
     ROOFTILE_RUN(isa, quantize_blocks(in, source, *blocks, first, last, *code, *scale, out, decode));
   });
@@ -103,6 +86,7 @@ ROOFTILE_API int32_t rooftile_encode_blocks(const void* in, int32_t source, cons
                                             const float* encode, void* codes, int32_t threads, int32_t isa) {
   if (!usable(*blocks, source, &isa)) return -1;
   uint8_t* out = static_cast<uint8_t*>(codes);
+  advise_huge_pages(out, blocks->rows * blocks->cols);
   over_blocks(*blocks, threads, [&](int64_t first, int64_t last) {
     ROOFTILE_RUN(isa, encode_blocks(in, source, *blocks, first, last, *code, encode, out));
   });

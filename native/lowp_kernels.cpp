@@ -93,23 +93,24 @@ Scales scales_of(uint32_t amax_bits, const ScalePlan& plan) {
 template <bool kPlain, typename T>
 inline __attribute__((always_inline)) void encode_elements(const T* __restrict in, uint8_t* __restrict out, int64_t n, float encode,
                                                            const CodePlan& plan) {
-  const uint32_t shift = static_cast<uint32_t>(plan.shift), half = (1u << shift >> 1) - 1;
-  const uint32_t magic_bits = bits_of(plan.magic), nan_code = plan.nan_code < 0 ? 0u : static_cast<uint32_t>(plan.nan_code);
+  const uint32_t shift = static_cast<uint32_t>(plan.shift), lift = shift << 23;
+  const uint32_t nan_code = plan.nan_code < 0 ? 0u : static_cast<uint32_t>(plan.nan_code);
   const uint32_t sign_down = static_cast<uint32_t>(__builtin_clz(plan.sign_bit));
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t bits = bits_of(value_of(load(in, i)) * encode);
-    const uint32_t a = bits & kMagnitude;
-    const uint32_t normal = ((a + half + ((a >> shift) & 1u)) >> shift) - plan.rebias;
-    const uint32_t subnormal = bits_of(value_of(a) + plan.magic) - magic_bits;
-    uint32_t code = a < plan.tiny_bits ? subnormal : normal;
-    code = code > plan.max_code ? plan.max_code : code;
+    const uint32_t magnitude = bits & kMagnitude, a = magnitude < plan.max_bits ? magnitude : plan.max_bits;
+    // A power of two whose spacing is the format's at `a`: the sum is rounded to that grid, and its low bits count the steps.
+    const uint32_t field = a & kInf;
+    const uint32_t grid = (field > plan.tiny_bits ? field : plan.tiny_bits) + lift;
+    const uint32_t steps = bits_of(value_of(a) + value_of(grid)) - grid;
+    uint32_t code = steps + (grid >> shift) - plan.rebias;
     uint32_t sign = bits >> sign_down & plan.sign_bit;
     if (!kPlain) {
       sign = code == 0 && !plan.keeps_minus_zero ? 0u : sign;
-      code = a == kInf ? plan.inf_code : code;
-      sign = a == kInf && plan.inf_code == nan_code ? 0u : sign;
-      code = a > kInf ? nan_code : code;
-      sign = a > kInf ? 0u : sign;
+      code = magnitude == kInf ? plan.inf_code : code;
+      sign = magnitude == kInf && plan.inf_code == nan_code ? 0u : sign;
+      code = magnitude > kInf ? nan_code : code;
+      sign = magnitude > kInf ? 0u : sign;
     }
     out[i] = static_cast<uint8_t>(code | sign);
   }
@@ -122,10 +123,11 @@ inline void encode_row(const T* in, uint8_t* out, int64_t n, float encode, const
   encode_elements<true>(in, out, n, encode, plan);
 }
 
-constexpr int64_t kRun = 16;                 // blocks side by side that are done together
-constexpr int64_t kRunBytes = int64_t(1) << 18;  // and their size, which the second-level cache holds
+constexpr int64_t kRun = 64;                     // blocks side by side that are done together
+constexpr int64_t kRunBytes = int64_t(1) << 22;  // and their size at most, which the last-level cache holds
 
-// Long rows of neighbouring blocks are read at once: short pieces of many rows would defeat the prefetcher.
+// Neighbouring blocks are read row by row, twice. One block at a time would defeat the prefetcher with its short rows and, where
+// the row length is a power of two, put all of them into a few sets of the second-level cache (measured: 2.0 against 2.9 G/s).
 template <typename T>
 int64_t run_length(const Blocks& blocks, int64_t index, int64_t last) {
   const int64_t fits = kRunBytes / (blocks.block_rows * blocks.block_cols * static_cast<int64_t>(sizeof(T)));

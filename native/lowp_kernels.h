@@ -10,10 +10,9 @@ namespace rooftile {
 // A format of at most 8 bits, worked out by the caller (rooftile/lowp/native.py). Codes without their sign bit are ordered.
 struct CodePlan {
   int32_t shift;          // fraction bits that the format lacks against fp32
-  uint32_t rebias;        // subtracted from (fp32 bits >> shift) to give the code of a normal value
+  uint32_t rebias;        // (fp32 field of the smallest normal value + shift) << fraction bits
   uint32_t tiny_bits;     // fp32 bits of the smallest normal value
   float magic;            // a power of two whose spacing is the smallest subnormal: adding it rounds to that grid
-  uint32_t max_code;
   uint32_t max_bits;      // fp32 bits of the largest finite value
   uint32_t inf_code;      // what an infinite value becomes; the NaN code where the format has no infinity
   int32_t nan_code;       // -1 where the format has none: the block's decode scale is then NaN

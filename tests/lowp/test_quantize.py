@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rooftile import lowp
 from rooftile.errors import UsageError
-from rooftile.formats import get_format
+from rooftile.formats import encode, get_format
 from rooftile.formats.reference import round_value
 from rooftile.lowp import native
 from rooftile.lowp.operators import decode_blocks
@@ -47,6 +47,28 @@ def test_the_native_kernels_and_plain_torch_give_the_same_codes_and_scales(
     plain = lowp.quantize(x, recipe)
     assert torch.equal(raw(fast.codes), raw(plain.codes))
     assert torch.equal(fast.block_scale.view(torch.int32), plain.block_scale.view(torch.int32))
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "fp8_e5m2fnuz", "fp8_e3m4", "fp6_e3m2"])
+def test_codes_equal_those_of_the_catalogue_on_every_value_midpoint_and_neighbour(fmt: str, path: str) -> None:
+    f = get_format(fmt)
+    values = torch.tensor([f.magnitude(code) for code in range(f.max_code + 1)], dtype=torch.float64)
+    centres = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([f.max * 1.5, f.max * 1e6, 1e38, 1e-40])])
+    exact = centres.float()
+    around = torch.cat([exact, torch.nextafter(exact, torch.tensor(0.0)), torch.nextafter(exact, torch.tensor(1e39))])
+    x = torch.cat(
+        [around, -around, torch.tensor([math.inf, -math.inf, math.nan]) if f.nan_code is not None else around]
+    )
+    unscaled = lowp.Recipe("unscaled", fmt, scale_rule="power-of-two-up")
+    from rooftile.lowp.operators import _quantize_in_two_passes
+    from rooftile.lowp.scales import choice_of
+
+    choice = choice_of(fmt, "fp32", unscaled.scale_rule)
+    matrix = x.reshape(1, -1)
+    amax = torch.tensor(f.max)  # a decode scale of 1
+    codes, stored = _quantize_in_two_passes(matrix, (1, x.numel()), choice, amax, None)
+    assert stored.item() == 1.0
+    assert torch.equal(codes.flatten(), encode(x, fmt))
 
 
 @pytest.mark.parametrize("isa", [0, 1, 2])

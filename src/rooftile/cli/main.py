@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import audit, devices, explain, formats, inspect, show
+from rooftile.cli import audit, devices, explain, formats, inspect, score, show
 from rooftile.errors import RooftileError
 
 __all__ = ["app", "main", "run"]
 
 #: Each has ``register(app)``.
-VERBS = (audit, show, explain, devices, formats, inspect)
+VERBS = (audit, show, explain, devices, formats, inspect, score)
 
 INTERRUPTED = 130  # 128 + SIGINT, what shells give
 

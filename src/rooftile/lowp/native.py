@@ -36,7 +36,7 @@ class _CodePlan(ctypes.Structure):
 
     _fields_ = (
         ("shift", ctypes.c_int32), ("rebias", ctypes.c_uint32), ("tiny_bits", ctypes.c_uint32),
-        ("magic", ctypes.c_float), ("max_code", ctypes.c_uint32), ("max_bits", ctypes.c_uint32),
+        ("magic", ctypes.c_float), ("max_bits", ctypes.c_uint32),
         ("inf_code", ctypes.c_uint32), ("nan_code", ctypes.c_int32), ("sign_bit", ctypes.c_uint32),
         ("keeps_minus_zero", ctypes.c_uint32),
     )  # fmt: skip
@@ -111,10 +111,9 @@ def _code_plan(fmt: FloatFormat) -> _CodePlan:
     inf_code = fmt.inf_code if fmt.inf_code is not None else max(nan_code, 0)
     return _CodePlan(
         shift=FP32.fraction_bits - fmt.fraction_bits,
-        rebias=(FP32.bias - 1 + fmt.min_exponent) << fmt.fraction_bits,
+        rebias=(FP32.bias + fmt.min_exponent + FP32.fraction_bits - fmt.fraction_bits) << fmt.fraction_bits,
         tiny_bits=FP32.bits_of(fmt.tiny),
         magic=math.ldexp(1.0, FP32.fraction_bits + fmt.min_exponent - fmt.fraction_bits),
-        max_code=fmt.max_code,
         max_bits=FP32.bits_of(fmt.max),
         inf_code=inf_code,
         nan_code=nan_code,
