@@ -60,7 +60,7 @@ class Size:
     learning_rate: float = 1e-3
 
 
-FULL = Size(layers=3, width=128, heads=4, context=128, batch=12, steps=300, seeds=3)
+FULL = Size(layers=3, width=128, heads=4, context=128, batch=8, steps=200, seeds=3)
 QUICK = Size(layers=1, width=32, heads=2, context=32, batch=4, steps=6, seeds=1)
 
 
@@ -76,6 +76,14 @@ class Run:
     swallowed: float
     skipped: int
     seconds: float
+
+
+class TensorCoreLinear(nn.Linear):
+    """Operands and result in the input's dtype, the sum in FP32, as matrix units do it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -161,6 +169,9 @@ def train(precision: str, size: Size, seed: int, train_ids: Tensor, held_out: Te
     optimizer: torch.optim.Optimizer | lowp.MasterWeights
     if precision.startswith("fp16"):
         model.half()
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = TensorCoreLinear
         optimizer = lowp.MasterWeights(model.parameters(), adamw(size))
         if precision == "fp16-scaled":
             scaler = lowp.LossScaler(model.named_parameters(), initial=scale, floor=2.0**-8, device="cpu")

@@ -27,6 +27,7 @@ Progress = Callable[[str], None]
 _COMPUTES_IN = {
     "bf16": "bfloat16", "bf16-mixed": "bfloat16", "bf16-master": "bfloat16",
     "fp16": "float16", "fp16-mixed": "float16", "fp16-master": "float16",
+    "fp8-block": "float8_e4m3fn", "fp8-tensor": "float8_e4m3fn",
 }  # fmt: skip
 
 

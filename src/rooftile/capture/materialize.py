@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rooftile.capture.options import CaptureOptions
 from rooftile.capture.step import Step
 from rooftile.errors import UsageError
+from rooftile.lowp.conversion import convert as convert_linears
 
 __all__ = [
     "KV_CACHE_ARGUMENTS",
@@ -26,6 +27,7 @@ __all__ = [
     "copy_step",
     "held_tensors",
     "resolve_precision",
+    "scale_linears",
     "state_dtype",
     "tensors_inside",
 ]
@@ -40,7 +42,13 @@ _STATE: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp16-master": torch.float16,
 }
-_AUTOCAST: dict[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+_AUTOCAST: dict[str, torch.dtype] = {
+    "bf16-mixed": torch.bfloat16,
+    "fp16-mixed": torch.float16,
+    "fp8-block": torch.bfloat16,
+    "fp8-tensor": torch.bfloat16,
+}
+_SCALED = {"fp8-block": "deepseek-v3", "fp8-tensor": "fp8-tensor"}
 
 
 def state_dtype(precision: str) -> torch.dtype | None:
@@ -60,6 +68,16 @@ def compute_dtype(precision: str, model: nn.Module) -> torch.dtype:
         return known
     floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return floating[0] if floating else torch.float32
+
+
+def scale_linears(model: nn.Module, precision: str) -> str | None:
+    """Exchange the linear layers for block-scaled ones where the precision says so; a note on what was exchanged."""
+    if precision not in _SCALED:
+        return None
+    done = convert_linears(model, _SCALED[precision])
+    kept = ", ".join(f"{path} ({reason})" for path, reason in done.kept[:3])
+    more = f" and {len(done.kept) - 3} more" if len(done.kept) > 3 else ""
+    return f"{len(done.converted)} linear layers in FP8, recipe {done.recipe}; kept: {kept or 'none'}{more}"
 
 
 def resolve_precision(step: Step, options: CaptureOptions) -> tuple[str, str | None]:

@@ -10,7 +10,10 @@ from rooftile.errors import UsageError
 
 __all__ = ["ATTENTION", "CHECKPOINT", "OPTIMIZERS", "PRECISIONS", "CaptureOptions"]
 
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "as-is")
+PRECISIONS = (
+    "fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "fp8-block", "fp8-tensor",
+    "as-is",
+)  # fmt: skip
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "adamw-loop", "sgd", "none", "as-is")
 CHECKPOINT = ("none", "blocks")
 ATTENTION = ("auto", "tiled", "materialized")
@@ -27,9 +30,10 @@ class CaptureOptions:
 
     ``precision``: ``fp32``, ``bf16``, ``fp16`` are the dtype of parameters, gradients and optimizer state; ``*-mixed``
     is FP32 parameters under the target device's autocast policy; ``*-master`` is 16-bit weights and gradients with FP32
-    master weights; ``as-is`` leaves the model as the Step declares it. None is the convention: for a model whose
-    parameters are FP32 ``bf16-mixed`` in training and ``bf16`` in inference (nobody keeps FP32 weights and casts them
-    again for every token), ``as-is`` for any other.
+    master weights; ``fp8-block`` and ``fp8-tensor`` are ``bf16-mixed`` with the linear layers in FP8, scaled by tiles
+    and blocks (DeepSeek-V3) or with one scale a tensor; ``as-is`` leaves the model as the Step declares it. None is
+    the convention: for a model whose parameters are FP32 ``bf16-mixed`` in training and ``bf16`` in inference (nobody
+    keeps FP32 weights and casts them again for every token), ``as-is`` for any other.
     ``optimizer``: ``adamw`` is the target's default implementation (foreach on CUDA, a for-loop elsewhere);
     ``as-is`` takes the Step's own, and AdamW where it has none.
     ``live``: run on real CPU tensors instead of meta tensors, with the same choices.

@@ -22,6 +22,7 @@ from rooftile.capture.materialize import (
     compute_dtype,
     copy_step,
     resolve_precision,
+    scale_linears,
 )
 from rooftile.capture.options import CaptureOptions
 from rooftile.capture.policy.optimizers import build_optimizer, initialise_state
@@ -155,6 +156,9 @@ def _attempt(step: Step, device: Device, options: CaptureOptions, say: Progress,
         say(f"preparing {step.name or type(step.model).__name__} on {mode} tensors")
         own = copy_step(step, precision, target)
         own.model.train(own.model.training if own.phase == "train" else False)
+        scaled = scale_linears(own.model, precision)
+        if scaled:
+            notes.append(scaled)
         if options.checkpoint == "blocks" and own.phase == "train":
             notes.append(f"checkpointing every block of {checkpoint_blocks(own.model)!r}")
         masters = precision.endswith("-master")

@@ -33,7 +33,7 @@ Precision = Annotated[
     str | None,
     typer.Option(
         metavar="POLICY",
-        help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, bf16-master, fp16-master or as-is. "
+        help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, bf16-master, fp16-master, fp8-block, fp8-tensor or as-is. "
         "Default for FP32 models: bf16-mixed in training, bf16 in inference.",
     ),
 ]

@@ -11,6 +11,7 @@ from rooftile.costs import (  # noqa: F401  (imported for the formulas that they
     elementwise,
     indexing,
     loss,
+    low_precision,
     matmul,
     movement,
     normalization,

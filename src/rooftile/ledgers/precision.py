@@ -13,6 +13,7 @@ from rooftile.capture.trace import ROLES, Op, TensorMeta, Trace
 from rooftile.costs.operands import mutated_positions
 from rooftile.costs.record import Cost
 from rooftile.ledgers.materialized import operator_name
+from rooftile.ledgers.scaled_operands import ScaledOperands, scaled_operands
 
 __all__ = ["FamilyContract", "PrecisionLedger", "RolePrecision", "Slot", "precision"]
 
@@ -71,6 +72,7 @@ class PrecisionLedger:
     loss_scale: Slot
     gradient_accumulation: Slot
     communication: Slot
+    scaled: tuple[ScaledOperands, ...] = ()
 
 
 def precision(
@@ -93,6 +95,7 @@ def precision(
         loss_scale=_loss_scale(trace),
         gradient_accumulation=_gradient_accumulation(trace),
         communication=Slot("none (one rank)", "observed"),
+        scaled=scaled_operands(trace),
     )
 
 

@@ -24,8 +24,8 @@ from rooftile.errors import UsageError
 from rooftile.formats.catalogue import get_format
 from rooftile.lowp.blocks import block_amax, resolve_block
 from rooftile.lowp.delayed import AmaxHistory
-from rooftile.lowp.operators import block_arguments, decode_blocks, quantize_matrix, scaled_mm
-from rooftile.lowp.recipes import LayerRecipe, Recipe, layer_recipe
+from rooftile.lowp.operators import block_arguments, quantize_matrix, requantize_transposed, scaled_mm
+from rooftile.lowp.recipes import LayerRecipe, Recipe, Role, layer_recipe
 from rooftile.lowp.scales import tensor_scale_of
 
 __all__ = ["BlockScaledLinear", "ProductPath", "scaled_mm_path"]
@@ -38,7 +38,7 @@ class _Operand(NamedTuple):
     scale: Tensor
 
 
-def _quantize(x: Tensor, recipe: Recipe, history: AmaxHistory | None) -> _Operand:
+def _quantize(x: Tensor, recipe: Recipe, history: AmaxHistory | None, role: Role) -> _Operand:
     amax = tensor_scale = None
     if recipe.history:
         if history is None:
@@ -48,7 +48,7 @@ def _quantize(x: Tensor, recipe: Recipe, history: AmaxHistory | None) -> _Operan
         fmt, scale_format = get_format(recipe.format), get_format(recipe.scale_format)
         tensor_scale = tensor_scale_of(_amax(x), fmt, scale_format)
     codes, scale = quantize_matrix(
-        x, *block_arguments(recipe), recipe.format, recipe.scale_format, recipe.scale_rule, amax, tensor_scale
+        x, *block_arguments(recipe), recipe.format, recipe.scale_format, recipe.scale_rule, amax, tensor_scale, role
     )
     return _Operand(codes, scale if tensor_scale is None else scale * tensor_scale)
 
@@ -80,8 +80,8 @@ class _ScaledProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, recipe: LayerRecipe, histories: _Histories, dtype: torch.dtype
     ) -> Tensor:
-        a = _quantize(x, recipe.input, histories.input)
-        b = _quantize(weight, recipe.weight, histories.weight)
+        a = _quantize(x, recipe.input, histories.input, "input")
+        b = _quantize(weight, recipe.weight, histories.weight, "weight")
         kept_input = a if _keeps_codes(recipe) else (x,)
         kept_weight = b if recipe.weight.square else (weight,)
         ctx.save_for_backward(*kept_input, *kept_weight)
@@ -95,13 +95,15 @@ class _ScaledProducts(torch.autograd.Function):
         tensors = ctx.saved_tensors
         at = 2 if _keeps_codes(recipe) else 1
         dx = dw = None
-        grad = _quantize(dy, recipe.gradient, ctx.history)
+        grad = _quantize(dy, recipe.gradient, ctx.history, "gradient")
         if ctx.needs_input_grad[0]:
             weight_t = _weight_transposed(tensors[at:], recipe)
             dx = _multiply(grad, recipe.gradient, weight_t, recipe.weight, ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             # A scale that serves a square serves its transpose; finer ones are made again along the tokens.
-            grad_t = _transposed(grad) if recipe.gradient.square else _quantize(dy.t(), recipe.gradient, None)
+            grad_t = (
+                _transposed(grad) if recipe.gradient.square else _quantize(dy.t(), recipe.gradient, None, "gradient")
+            )
             input_t = _input_transposed(tensors[:at], recipe, ctx.input_dtype)
             dw = _multiply(grad_t, recipe.gradient, input_t, recipe.input, ctx.weight_dtype)
         return dx, dw, None, None, None
@@ -118,17 +120,19 @@ def _transposed(operand: _Operand) -> _Operand:
 def _weight_transposed(kept: tuple[Tensor, ...], recipe: LayerRecipe) -> _Operand:
     if recipe.weight.square:
         return _transposed(_Operand(*kept))
-    return _quantize(kept[0].t(), recipe.weight, None)
+    return _quantize(kept[0].t(), recipe.weight, None, "weight")
 
 
 def _input_transposed(kept: tuple[Tensor, ...], recipe: LayerRecipe, dtype: torch.dtype) -> _Operand:
     if recipe.input.square:
         return _transposed(_Operand(*kept))
     if recipe.saved_input == "input":
-        return _quantize(kept[0].t(), recipe.input, None)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    decoded = decode_blocks(kept[0], kept[1], block_arguments(recipe.input), recipe.input.format, wide)
-    return _quantize(decoded.t(), recipe.input, None)
+        return _quantize(kept[0].t(), recipe.input, None, "input")
+    codes, scale = requantize_transposed(
+        kept[0], kept[1], *block_arguments(recipe.input), recipe.input.format, recipe.input.scale_format,
+        recipe.input.scale_rule, dtype == torch.float64, "input",
+    )  # fmt: skip
+    return _Operand(codes, scale)
 
 
 class BlockScaledLinear(nn.Module):

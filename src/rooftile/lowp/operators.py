@@ -1,6 +1,6 @@
-"""The two operators of scaled low precision, registered with torch: ``rooftile::quantize`` and ``rooftile::scaled_mm``.
+"""The operators of scaled low precision: ``rooftile::quantize``, ``rooftile::requantize`` and ``rooftile::scaled_mm``.
 
-Both have a fake implementation, so they run under ``torch.compile``, on meta tensors and in an audit. Blocks are plain
+All have a fake implementation, so they run under ``torch.compile``, on meta tensors and in an audit. Blocks are plain
 integers, 0 for a whole extent; formats are names.
 """
 
@@ -19,7 +19,7 @@ from rooftile.lowp.blocks import any_nonfinite, block_amax, grid_of, resolve_blo
 from rooftile.lowp.recipes import Recipe
 from rooftile.lowp.scales import ScaleChoice, choice_of, least_exponent, scales_of_amax
 
-__all__ = ["block_arguments", "code_dtype", "decode_blocks", "quantize_matrix", "scaled_mm"]
+__all__ = ["block_arguments", "code_dtype", "decode_blocks", "quantize_matrix", "requantize_transposed", "scaled_mm"]
 
 #: torch's own dtype for the codes of a format; the other formats' codes are uint8.
 _CODE_DTYPES = {
@@ -46,12 +46,12 @@ def block_arguments(recipe: Recipe) -> tuple[int, int]:
 @torch.library.custom_op("rooftile::quantize", mutates_args=())
 def quantize_matrix(
     x: Tensor, block_rows: int, block_cols: int, fmt: str, scale_format: str, scale_rule: str,
-    amax: Tensor | None = None, tensor_scale: Tensor | None = None,
+    amax: Tensor | None = None, tensor_scale: Tensor | None = None, role: str = "",  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of a matrix (rows, cols) and its grid of stored scales (fp32).
 
     ``amax`` (0-dim) stands for the tensor's own largest magnitude (delayed scaling); ``tensor_scale`` (0-dim) is the
-    second scale that the stored ones are relative to.
+    second scale that the stored ones are relative to. ``role`` changes nothing; an audit reads it.
     """
     block = resolve_block((block_rows, block_cols), *x.shape)
     choice = choice_of(fmt, scale_format, scale_rule)
@@ -124,11 +124,36 @@ def _encode_fp32(scaled: Tensor, fmt: FloatFormat) -> Tensor:
 @quantize_matrix.register_fake
 def _(
     x: Tensor, block_rows: int, block_cols: int, fmt: str, scale_format: str, scale_rule: str,  # noqa: ARG001
-    amax: Tensor | None = None, tensor_scale: Tensor | None = None,  # noqa: ARG001
+    amax: Tensor | None = None, tensor_scale: Tensor | None = None, role: str = "",  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, cols = x.shape
     grid = (-(-rows // block_rows) if block_rows else 1, -(-cols // block_cols) if block_cols else 1)
     return x.new_empty((rows, cols), dtype=code_dtype(fmt)), x.new_empty(grid, dtype=torch.float32)
+
+
+@torch.library.custom_op("rooftile::requantize", mutates_args=())
+def requantize_transposed(
+    codes: Tensor, scale: Tensor, block_rows: int, block_cols: int, fmt: str, scale_format: str, scale_rule: str,
+    wide: bool = False, role: str = "",  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The transpose of a quantised matrix, quantised again by the same recipe along its own rows.
+
+    Decoded in fp32 (fp64 where ``wide``); on a device this is one pass over the codes.
+    """
+    dtype = torch.float64 if wide else torch.float32
+    decoded = decode_blocks(codes, scale, (block_rows, block_cols), fmt, dtype)
+    made: tuple[Tensor, Tensor] = quantize_matrix(decoded.t(), block_rows, block_cols, fmt, scale_format, scale_rule)
+    return made
+
+
+@requantize_transposed.register_fake
+def _(
+    codes: Tensor, scale: Tensor, block_rows: int, block_cols: int, fmt: str, scale_format: str,  # noqa: ARG001
+    scale_rule: str, wide: bool = False, role: str = "",  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cols, rows = codes.shape
+    grid = (-(-rows // block_rows) if block_rows else 1, -(-cols // block_cols) if block_cols else 1)
+    return codes.new_empty((rows, cols)), scale.new_empty(grid)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, block: tuple[int, int], fmt: str, dtype: torch.dtype) -> Tensor:

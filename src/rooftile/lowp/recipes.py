@@ -121,6 +121,8 @@ class LayerRecipe:
     def __post_init__(self) -> None:
         if self.saved_input not in ("codes", "input"):
             raise UsageError(f"recipe {self.name!r}: saved_input is {self.saved_input!r}; choose codes or input")
+        if self.saved_input == "codes" and self.input.tensor_scale:
+            raise UsageError(f"recipe {self.name!r}: codes under two scales are not kept; set saved_input='input'")
 
 
 #: Every recipe for a layer by name.

@@ -245,6 +245,7 @@ def _precision(ledger: PrecisionLedger, evidence: str) -> dict[str, Any]:
         "roles": [asdict(role) for role in ledger.roles],
         "role_bytes": _ROLE_BYTES,
         "families": [_slots(asdict(family)) for family in ledger.families],
+        "scaled": [asdict(operands) for operands in ledger.scaled],
         **{
             name: asdict(getattr(ledger, name))
             for name in ("autocast", "loss_scale", "gradient_accumulation", "communication")

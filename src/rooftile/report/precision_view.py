@@ -17,7 +17,8 @@ __all__ = ["blocks"]
 #: Families of the contract that the terminal shows; all are in the JSON document.
 _FAMILIES = ("matmul", "attention", "convolution", "rnn", "softmax", "normalization", "elementwise", "optimizer")
 #: In this order: the name of bfloat16 contains that of float16.
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
+          "float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2"}  # fmt: skip
 #: Roles that say nothing about the contract's numbers.
 _LEFT_OUT = ("input", "buffer", "temporary")
 
@@ -30,6 +31,8 @@ def blocks(report: Report) -> Iterable[Table | Text]:
     shown = [family for family in precision.families if family.family in _FAMILIES]
     if shown:
         yield _contract(shown)
+    if precision.get("scaled"):
+        yield _scaled(precision.scaled)
     names = ("autocast", "loss_scale", "gradient_accumulation", "communication")
     policies = [(f"{name.replace('_', ' ')} ", _slot(precision[name])) for name in names]
     text = Text()
@@ -46,6 +49,15 @@ def _roles(roles: Iterable[Section]) -> Text:
         dtypes = " + ".join(_SHORT.get(name, name) for name in role.dtypes)
         parts.append(f"{role.role.replace('_', ' ')} {dtypes} {units.gb(role.bytes)}")
     return Text.assemble(("roles ", "bold"), " · ".join(parts), " (observed; each storage once)")
+
+
+def _scaled(operands: Iterable[Section]) -> Text:
+    parts = [
+        f"{each.role or 'operand'} {each.format.removeprefix('fp8_')} {each.block} x {each.count:,}: codes "
+        f"{units.gb(each.code_bytes)}, scales {units.gb(each.scale_bytes)}"
+        for each in operands
+    ]
+    return Text.assemble(("scaled operands ", "bold"), " · ".join(parts), " (observed; made over the step)")
 
 
 def _contract(families: Iterable[Section]) -> Table:
