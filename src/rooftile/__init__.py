@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftile import capture, devices, formats, ledgers, roofline, zoo
+    from rooftile import capture, devices, formats, ledgers, lowp, roofline, zoo
     from rooftile._audit import audit
     from rooftile.capture import CaptureOptions, Step, Trace
     from rooftile.capture.trace_file import load_trace, save_trace
@@ -37,6 +37,7 @@ _PUBLIC = {
     "flops": "rooftile.costs.flops",
     "formats": "rooftile.formats",
     "ledgers": "rooftile.ledgers",
+    "lowp": "rooftile.lowp",
     "load_trace": "rooftile.capture.trace_file",
     "register_cost": "rooftile.costs",
     "roofline": "rooftile.roofline",
@@ -61,6 +62,7 @@ __all__ = [
     "formats",
     "ledgers",
     "load_trace",
+    "lowp",
     "register_cost",
     "roofline",
     "save_trace",

@@ -156,6 +156,9 @@ def test_bad_use_gets_one_sentence() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="rise in this order"):
         scaler(model, initial=1.0, floor=2.0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="device='cpu'"):
+            lowp.LossScaler(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaling = scaler(model)
     with pytest.raises(UsageError, match="call backward"):

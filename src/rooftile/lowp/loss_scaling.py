@@ -146,6 +146,8 @@ class LossScaler:
     ) -> None:
         if not 0 < floor <= initial <= ceiling < math.inf:
             raise UsageError(f"floor {floor:g}, initial {initial:g} and ceiling {ceiling:g} have to rise in this order")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("GradScaler scales nothing where CUDA is not available; pass device='cpu'")
         self.engine = torch.amp.GradScaler(device, init_scale=initial, growth_interval=growth_interval)
         self.floor, self.ceiling = floor, ceiling
         self.skipped: list[SkippedStep] = []

@@ -75,7 +75,11 @@ def _quantize_in_two_passes(
     largest = _largest_of(x, block) if given is None else given
     scales = scales_of_amax(largest, choice, tensor_scale)
     stored = scales.stored.contiguous().clone()
-    if native.available(x):
+    if native.available(x) and scales.encode.numel() == 1:
+        even = _even_rows(x)
+        codes = native.encode_blocks(even, fmt, (1, even.shape[1]), scales.encode.expand(len(even), 1).contiguous())
+        codes = codes.view(x.shape)
+    elif native.available(x):
         codes = native.encode_blocks(x, fmt, block, scales.encode.contiguous())
     else:
         codes = _encode(times_scales(x if x.dtype == torch.float64 else x.float(), scales.encode, block), fmt)
@@ -87,9 +91,16 @@ def _quantize_in_two_passes(
 def _largest_of(x: Tensor, block: tuple[int, int]) -> Tensor:
     if not native.available(x):
         return block_amax(x, block)
-    if block[0] >= x.shape[0] and block[1] >= x.shape[1] and x.numel():  # one block: by rows, so that threads share it
-        return native.block_amax(x, (1, block[1])).amax().reshape(1, 1)
+    if x.numel() and grid_of(x.shape, block) == (1, 1):
+        even = _even_rows(x)
+        return native.block_amax(even, (1, even.shape[1])).amax().reshape(1, 1)
     return native.block_amax(x, block)
+
+
+def _even_rows(x: Tensor) -> Tensor:
+    """A matrix under one scale as rows that threads can share, whatever its own shape."""
+    width = next((w for w in (4096, 1024, 256) if x.numel() % w == 0), 0)
+    return x.view(-1, width) if width and x.numel() else x
 
 
 def _encode(scaled: Tensor, fmt: FloatFormat) -> Tensor:
