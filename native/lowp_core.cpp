@@ -36,13 +36,18 @@ bool usable(const Blocks& b, int32_t source, int32_t* isa) {
 
 int64_t count_of(const Blocks& b) { return (b.rows + b.block_rows - 1) / b.block_rows * b.grid_cols; }
 
+constexpr int64_t kPartsPerThread = 8;  // on a busy machine one thread may lag: the others take what is left
+
+// work(first, last) over all blocks. Parts are whole rows of blocks where there are enough: their kernels read whole rows at once.
 template <typename Work>
 void over_blocks(const Blocks& blocks, int32_t threads, Work work) {
   const int64_t count = count_of(blocks);
   const int team = team_size(blocks.rows * blocks.cols, count, threads);
   if (team == 1) return work(0, count);
-#pragma omp parallel for num_threads(team) schedule(static, 1)
-  for (int rank = 0; rank < team; ++rank) work(count * rank / team, count * (rank + 1) / team);
+  const int64_t grid_rows = count / blocks.grid_cols, unit = grid_rows >= 2 * team ? blocks.grid_cols : 1, units = count / unit;
+  const int64_t parts = units < team * kPartsPerThread ? units : team * kPartsPerThread;
+#pragma omp parallel for num_threads(team) schedule(dynamic, 1)
+  for (int64_t part = 0; part < parts; ++part) work(units * part / parts * unit, units * (part + 1) / parts * unit);
 }
 
 void merge(const ScoreOutput& from, ScoreOutput* into) {
@@ -102,10 +107,11 @@ ROOFTILE_API int32_t rooftile_score(const void* in, int32_t source, const ScoreI
   const int64_t rows = inputs[0].blocks.rows, tasks = (rows + task_rows - 1) / task_rows;
   const int team = team_size(rows * inputs[0].blocks.cols, tasks, threads);
   std::vector<double> sums(static_cast<size_t>(2 * tasks * recipes));
-#pragma omp parallel for num_threads(team) schedule(static, 1) if (team > 1)
-  for (int rank = 0; rank < team; ++rank) {
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
     std::vector<ScoreOutput> mine(static_cast<size_t>(recipes));
-    for (int64_t task = tasks * rank / team; task < tasks * (rank + 1) / team; ++task) {
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t task = 0; task < tasks; ++task) {
       const int64_t first = task * task_rows, last = first + task_rows < rows ? first + task_rows : rows;
       for (int r = 0; r < recipes; ++r) {
         mine[r].signal = mine[r].noise = 0;

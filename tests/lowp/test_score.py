@@ -52,6 +52,18 @@ def test_the_kernel_and_plain_torch_score_alike(dtype: torch.dtype, monkeypatch:
         assert a.snr_db == pytest.approx(b.snr_db, abs=1e-4)
 
 
+def test_the_score_has_the_same_bits_on_one_thread_and_on_two() -> None:
+    x, before = torch.randn(400, 333, generator=torch.Generator().manual_seed(3)), torch.get_num_threads()
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            found.append(lowp.score(x))
+        finally:
+            torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
 def test_zeros_nan_and_inf_are_counted_apart_from_flushed(path: str) -> None:
     row = lowp.score(tensor(), ["tensor"])["tensor"]
     assert (row.zeros, row.non_finite) == (333, 2)
