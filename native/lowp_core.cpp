@@ -65,7 +65,7 @@ void merge(const ScoreOutput& from, ScoreOutput* into) {
 using namespace rooftile;
 
 // Raised whenever a signature, a struct or the meaning of an argument changes; Python refuses another number.
-ROOFTILE_API int32_t rooftile_lowp_abi() { return 1; }
+ROOFTILE_API int32_t rooftile_lowp_abi() { return 2; }
 
 ROOFTILE_API int32_t rooftile_block_amax(const void* in, int32_t source, const Blocks* blocks, float* amax, int32_t threads,
                                          int32_t isa) {
@@ -98,24 +98,26 @@ ROOFTILE_API int32_t rooftile_encode_blocks(const void* in, int32_t source, cons
   return 0;
 }
 
-// outputs: one per recipe, zeroed by the caller. Each task reads its rows once from memory and scores them under every recipe.
+// outputs: one per recipe, zeroed by the caller. Each task reads its part once from memory and scores it under every recipe.
 ROOFTILE_API int32_t rooftile_score(const void* in, int32_t source, const ScoreInput* inputs, ScoreOutput* outputs,
-                                    int32_t recipes, int64_t task_rows, int32_t threads, int32_t isa) {
-  if (recipes < 1 || task_rows < 1) return -1;
+                                    int32_t recipes, int64_t task_rows, int64_t task_cols, int32_t threads, int32_t isa) {
+  if (recipes < 1 || task_rows < 1 || task_cols < 1) return -1;
   for (int r = 0; r < recipes; ++r)
     if (!usable(inputs[r].blocks, source, &isa)) return -1;
-  const int64_t rows = inputs[0].blocks.rows, tasks = (rows + task_rows - 1) / task_rows;
-  const int team = team_size(rows * inputs[0].blocks.cols, tasks, threads);
+  const int64_t rows = inputs[0].blocks.rows, cols = inputs[0].blocks.cols;
+  const int64_t across = (cols + task_cols - 1) / task_cols, tasks = (rows + task_rows - 1) / task_rows * across;
+  const int team = team_size(rows * cols, tasks, threads);
   std::vector<double> sums(static_cast<size_t>(2 * tasks * recipes));
 #pragma omp parallel num_threads(team) if (team > 1)
   {
     std::vector<ScoreOutput> mine(static_cast<size_t>(recipes));
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < tasks; ++task) {
-      const int64_t first = task * task_rows, last = first + task_rows < rows ? first + task_rows : rows;
+      const int64_t row = task / across * task_rows, col = task % across * task_cols;
+      const Part part = {row, row + task_rows < rows ? row + task_rows : rows, col, col + task_cols < cols ? col + task_cols : cols};
       for (int r = 0; r < recipes; ++r) {
         mine[r].signal = mine[r].noise = 0;
-        ROOFTILE_RUN(isa, score_rows(in, source, inputs[r], first, last, &mine[r]));
+        ROOFTILE_RUN(isa, score_part(in, source, inputs[r], part, &mine[r]));
         sums[2 * (task * recipes + r)] = mine[r].signal;
         sums[2 * (task * recipes + r) + 1] = mine[r].noise;
       }

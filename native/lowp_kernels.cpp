@@ -234,16 +234,16 @@ struct ErrorTables {
 };
 
 template <typename T>
-void score(const T* in, const ScoreInput& input, int64_t first, int64_t last, ScoreOutput* out) {
+void score(const T* in, const ScoreInput& input, const Part& part, ScoreOutput* out) {
   const Blocks& blocks = input.blocks;
   ErrorTables tables = {};
   Scratch scratch;
   const uint16_t* bins = scratch.bins;
-  for (int64_t row = first; row < last; ++row) {
+  for (int64_t row = part.first_row; row < part.last_row; ++row) {
     const int64_t grid_row = row / blocks.block_rows * blocks.grid_cols;
-    for (int64_t col = 0; col < blocks.cols;) {
+    for (int64_t col = part.first_col; col < part.last_col;) {
       const int64_t block = col / blocks.block_cols;
-      const int64_t end = least(least((block + 1) * blocks.block_cols, blocks.cols), col + kSegment);
+      const int64_t end = least(least((block + 1) * blocks.block_cols, part.last_col), col + kSegment);
       const float decode = input.decode[grid_row + block];
       const Piece piece = score_piece(in + row * blocks.cols + col, end - col, input.encode[grid_row + block], input.code, &scratch);
       int64_t i = 0;
@@ -305,9 +305,9 @@ void encode_blocks(const void* in, int32_t source, const Blocks& blocks, int64_t
   }
 }
 
-void score_rows(const void* in, int32_t source, const ScoreInput& input, int64_t first, int64_t last, ScoreOutput* out) {
-  if (source == kLowpBf16) return score(static_cast<const uint16_t*>(in), input, first, last, out);
-  score(static_cast<const uint32_t*>(in), input, first, last, out);
+void score_part(const void* in, int32_t source, const ScoreInput& input, const Part& part, ScoreOutput* out) {
+  if (source == kLowpBf16) return score(static_cast<const uint16_t*>(in), input, part, out);
+  score(static_cast<const uint32_t*>(in), input, part, out);
 }
 
 }  // namespace ROOFTILE_ISA

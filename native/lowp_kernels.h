@@ -37,6 +37,11 @@ struct Blocks {
 
 enum LowpSource : int32_t { kLowpFp32 = 0, kLowpBf16 = 1 };
 
+// A rectangle of the matrix; its edges may cut blocks, since every element finds its own scale.
+struct Part {
+  int64_t first_row, last_row, first_col, last_col;
+};
+
 // One recipe's view of a matrix that is scored: how it is blocked, and the scale to multiply by before the cast.
 struct ScoreInput {
   Blocks blocks;
@@ -63,7 +68,7 @@ struct ScoreOutput {
                        const CodePlan& code, const ScalePlan& scale, uint8_t* codes, float* decode);                        \
   void encode_blocks(const void* in, int32_t source, const Blocks& blocks, int64_t first, int64_t last,                     \
                      const CodePlan& code, const float* encode, uint8_t* codes);                                            \
-  void score_rows(const void* in, int32_t source, const ScoreInput& input, int64_t first, int64_t last, ScoreOutput* out);  \
+  void score_part(const void* in, int32_t source, const ScoreInput& input, const Part& part, ScoreOutput* out);             \
   }
 
 ROOFTILE_DECLARE_LOWP(portable)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 import rooftile
 from rooftile.capture.trace import Call, TensorMeta
@@ -108,6 +110,19 @@ def test_a_scaled_product_costs_2mnk_its_scales_and_a_copy_of_what_lies_across()
     whole = cost_of(product(block=(0, 0)))
     assert whole is not None
     assert whole.flops - whole.matmul_flops == m * n
+
+
+@pytest.mark.parametrize("precision", ["fp8-block", "fp8-tensor"])
+def test_live_and_without_data_give_the_same_ops_and_the_same_peak(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 200))
+
+    def step() -> rooftile.Step:
+        return rooftile.Step(model, (torch.randn(4, 50, 200),), loss=lambda y: y.square().mean())
+
+    dry, live = (rooftile.audit(step(), device="h100-sxm", precision=precision, live=on) for on in (False, True))
+    assert [op.operator for op in dry.trace.ops] == [op.operator for op in live.trace.ops]
+    assert dry.memory.peak_bytes == live.memory.peak_bytes
+    assert dry.precision.scaled == live.precision.scaled
 
 
 def test_a_device_without_fp8_is_refused_before_the_work() -> None:

@@ -53,8 +53,9 @@ def test_the_kernel_and_plain_torch_score_alike(dtype: torch.dtype, monkeypatch:
 
 
 def test_the_score_has_the_same_bits_on_one_thread_and_on_two() -> None:
-    x, before = torch.randn(400, 333, generator=torch.Generator().manual_seed(3)), torch.get_num_threads()
+    g, before = torch.Generator().manual_seed(3), torch.get_num_threads()
     found = []
+    x = torch.randn(400, 333, generator=g)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
@@ -62,6 +63,18 @@ def test_the_score_has_the_same_bits_on_one_thread_and_on_two() -> None:
         finally:
             torch.set_num_threads(before)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_long_row_is_scored_in_parts_that_cut_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(200_003, generator=torch.Generator().manual_seed(4))
+    fast = lowp.score(x, [name]).rows[0]
+    monkeypatch.setattr(native, "available", lambda x: False)
+    plain = lowp.score(x, [name]).rows[0]
+    assert (fast.flushed, fast.saturated, fast.median_error, fast.max_error) == (
+        plain.flushed, plain.saturated, plain.median_error, plain.max_error,
+    )  # fmt: skip
+    assert fast.snr_db == pytest.approx(plain.snr_db, abs=1e-4)
 
 
 def test_zeros_nan_and_inf_are_counted_apart_from_flushed(path: str) -> None:

@@ -196,7 +196,7 @@ class BlockScaledLinear(nn.Module):
                 f"{self.in_features}"
             )
         dtype = x.dtype
-        kind = x.device.type if x.device.type != "meta" else "cpu"
+        kind = x.device.type if x.device.type != "meta" else "cpu"  # on meta tensors an audit emulates the CPU's key
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
         histories = _Histories(self.amax_input, self.amax_weight, self.amax_gradient)

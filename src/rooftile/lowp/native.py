@@ -20,7 +20,7 @@ from rooftile.lowp.recipes import Recipe
 
 __all__ = ["ERROR_BINS", "NativeScore", "available", "block_amax", "encode_blocks", "quantize_blocks", "score_blocks"]
 
-_ABI = 1
+_ABI = 2
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = {"exact": 0, "power-of-two-up": 1, "power-of-two-floor": 2}
 
@@ -87,7 +87,7 @@ def _library() -> ctypes.CDLL | None:
     library.rooftile_block_amax.argtypes = (pointer, i32, pointer, pointer, i32, i32)
     library.rooftile_quantize_blocks.argtypes = (pointer, i32, pointer, pointer, pointer, pointer, pointer, i32, i32)
     library.rooftile_encode_blocks.argtypes = (pointer, i32, pointer, pointer, pointer, pointer, i32, i32)
-    library.rooftile_score.argtypes = (pointer, i32, pointer, pointer, i32, ctypes.c_int64, i32, i32)
+    library.rooftile_score.argtypes = (pointer, i32, pointer, pointer, i32, ctypes.c_int64, ctypes.c_int64, i32, i32)
     return library
 
 
@@ -191,9 +191,10 @@ def score_blocks(x: torch.Tensor, tasks: Sequence[ScoreTask], isa: int = -1) -> 
     for entry, task in zip(inputs, tasks, strict=True):
         entry.blocks, entry.code = _blocks(x, task.block), _code_plan(task.format)
         entry.encode, entry.decode = task.encode_scale.data_ptr(), task.decode_scale.data_ptr()
-    task_rows = max(1, _TASK_ELEMENTS // max(1, x.shape[1]))
+    task_cols = min(max(1, x.shape[1]), _TASK_ELEMENTS)
+    task_rows = max(1, _TASK_ELEMENTS // task_cols)
     failed = _loaded().rooftile_score(
-        x.data_ptr(), _SOURCES[x.dtype], inputs, outputs, len(tasks), task_rows, torch.get_num_threads(), isa
+        x.data_ptr(), _SOURCES[x.dtype], inputs, outputs, len(tasks), task_rows, task_cols, torch.get_num_threads(), isa
     )
     _check(failed, "score", x, tasks[0].block, isa)
     return list(outputs)
