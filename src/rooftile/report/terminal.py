@@ -33,8 +33,8 @@ def console() -> Console:
     return Console(highlight=False, emoji=False, width=min(WIDTH, plain.width) if plain.is_terminal else WIDTH)
 
 
-def render(report: Report, output: Console, *, saved_as: str | None = None) -> None:
-    """Print ``report``. ``saved_as`` is the JSON file it is in, for the command that the report ends with."""
+def render(report: Report, output: Console, *, next_command: str = "rooftile explain") -> None:
+    """Print ``report``. It ends with the explanation of its gravest finding or, without one, with ``next_command``."""
     for block in (
         _header(report),
         _in_short(report),
@@ -42,10 +42,11 @@ def render(report: Report, output: Console, *, saved_as: str | None = None) -> N
         memory_view.blocks(report),
         precision_view.blocks(report),
         _findings(report),
-        _next(report, saved_as),
     ):
         for item in block:
             _print(item, output)
+    # One line however long it is, so that it can be copied; a terminal wraps it by itself.
+    output.print(_next(report, next_command), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print(item: Text | Table, output: Console) -> None:
@@ -175,12 +176,7 @@ def _saving(saving: Section) -> str:
     return f"  ({', '.join(parts)}; {saving.evidence})" if parts else ""
 
 
-def _next(report: Report, saved_as: str | None) -> Iterable[Text]:
+def _next(report: Report, otherwise: str) -> Text:
     """The command that most likely comes next."""
-    if report.findings:
-        command = f"rooftile explain {report.findings[0].code}"
-    elif saved_as is None:
-        command = f"rooftile audit {report.target.name} --device {report.device.name} --json report.json"
-    else:
-        command = f"rooftile show {saved_as}"
-    yield Text.assemble("\nNext: ", (command, "bold"))
+    command = f"rooftile explain {report.findings[0].code}" if report.findings else otherwise
+    return Text.assemble("\nNext: ", (command, "bold"))
