@@ -158,6 +158,36 @@ def test_logits_in_fp32_are_found_where_they_matter_and_only_there() -> None:
     assert findings("gpt2", "MEM002", seq=8) == [], "a few rows of logits are nothing beside the weights"
 
 
+class Product(nn.Module):
+    """An output as large as logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x) * (self.weight * x)
+
+
+def test_an_output_that_no_softmax_reads_is_no_logits() -> None:
+    inputs = (torch.randn(512, 4096),)
+    mean = Step(Product(), inputs, loss=lambda out: (out.float() - 1).square().mean())
+    assert findings(mean, "MEM002", precision="fp32") == []
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: nn.functional.cross_entropy(out.float() / 2.0, torch.zeros(512, dtype=torch.long)),
+        lambda out: -nn.functional.log_softmax(out[:-1].float(), -1).mean(),
+        lambda out: (torch.logsumexp(out.float(), -1) - out[:, 0].float()).mean(),
+    ],
+)  # fmt: skip
+def test_logits_are_known_by_the_softmax_that_reads_them(loss: object) -> None:
+    step = Step(Product(), (torch.randn(512, 4096),), loss=loss)  # type: ignore[arg-type]
+    assert len(findings(step, "MEM002", precision="fp32")) == 1
+
+
 def test_a_regression_has_no_logits() -> None:
     step = Step(nn.Linear(16, 2), (torch.randn(4096, 16),), loss=lambda out: out.float().square().mean())
     assert findings(step, "MEM002", precision="fp32") == []

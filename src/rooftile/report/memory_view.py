@@ -27,7 +27,7 @@ def blocks(report: Report) -> Iterable[Table | Text]:
     yield heading("MEMORY", "live tensors (allocated); derived from observed lifetimes")
     yield from _timeline(memory)
     yield _at_the_peak(memory)
-    yield from _states_and_fit(memory)
+    yield from _states_and_fit(report)
     yield _kv_cache(report.kv_cache)
 
 
@@ -104,7 +104,13 @@ def _split(title: str, parts: Mapping[str, int], whole: int) -> Table:
     return table
 
 
-def _states_and_fit(memory: Section) -> Iterable[Text]:
+def _context(nbytes: int | None, device_class: str | None) -> str:
+    whose = "CUDA" if device_class == "cuda" else "device's"
+    return f"the {whose} context is not counted" if nbytes is None else f"the {whose} context takes {units.gb(nbytes)}"
+
+
+def _states_and_fit(report: Report) -> Iterable[Text]:
+    memory = report.memory
     states = memory.states
     names = ("weights", "buffers", "gradients", "master_weights", "optimizer_state")
     parts = [f"{name.replace('_', ' ')} {units.gb(states[name])}" for name in names if states[name]]
@@ -112,8 +118,7 @@ def _states_and_fit(memory: Section) -> Iterable[Text]:
     yield Text.assemble(("states ", "bold"), f"{' + '.join(parts) or 'none'}{total}")
     peaks = " · ".join(f"{phase} {units.gb(nbytes)}" for phase, nbytes in memory.phase_peaks.items())
     yield Text.assemble(("peak by phase ", "bold"), peaks or "no ops")
-    context = "unknown" if memory.context_bytes is None else units.gb(memory.context_bytes)
-    if memory.fits is None:
+    if None in (memory.fits, memory.headroom_bytes, memory.visible_bytes):
         yield Text.assemble(("fit ", "bold"), "unknown: the device's visible capacity is not known")
         return
     verdict, style = ("fits", "green") if memory.fits else ("does not fit", "bold red")
@@ -122,7 +127,7 @@ def _states_and_fit(memory: Section) -> Iterable[Text]:
         ("fit ", "bold"),
         f"{units.gb(memory.peak_bytes)} of {units.gb(memory.visible_bytes)} visible ({memory.visible_evidence}): ",
         (verdict, style),
-        f", {left}; context: {context}",
+        f", {left}; {_context(memory.context_bytes, report.device.get('device_class'))}",
     )
 
 
@@ -135,5 +140,13 @@ def _kv_cache(cache: Section) -> Text:
     return Text.assemble(
         ("KV cache ", "bold"),
         f"{cache.bytes_per_token:,} B a token ({heads}, {cache.dtype}; {cache.evidence}), "
-        f"{units.gb(cache.total_bytes)} for {cache.batch} x {cache.tokens:,}",
+        f"{units.gb(cache.total_bytes)} for {cache.batch} x {cache.tokens:,}{_as_captured(cache)}",
     )
+
+
+def _as_captured(cache: Section) -> str:
+    """What the other figures count where the cache is asked for in another dtype than the captured one."""
+    captured = cache.get("captured_dtype")
+    if captured is None or captured == cache.dtype:
+        return ""
+    return f"; the captured step keeps it in {units.short_dtypes(captured)}: peak and traffic are with that"

@@ -16,8 +16,6 @@ __all__ = ["blocks"]
 
 #: Families of the contract that the terminal shows; all are in the JSON document.
 _FAMILIES = ("matmul", "attention", "convolution", "rnn", "softmax", "normalization", "elementwise", "optimizer")
-#: In this order: the name of bfloat16 contains that of float16.
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 #: Roles that say nothing about the contract's numbers.
 _LEFT_OUT = ("input", "buffer", "temporary")
 
@@ -43,9 +41,9 @@ def _roles(roles: Iterable[Section]) -> Text:
     for role in roles:
         if role.role in _LEFT_OUT:
             continue
-        dtypes = " + ".join(_SHORT.get(name, name) for name in role.dtypes)
+        dtypes = " + ".join(units.short_dtypes(name) for name in role.dtypes)
         parts.append(f"{role.role.replace('_', ' ')} {dtypes} {units.gb(role.bytes)}")
-    return Text.assemble(("roles ", "bold"), " · ".join(parts), " (observed; each storage once)")
+    return Text.assemble(("roles ", "bold"), " · ".join(parts) or "none", " (observed; each storage once)")
 
 
 def _contract(families: Iterable[Section]) -> Table:
@@ -58,7 +56,5 @@ def _contract(families: Iterable[Section]) -> Table:
 
 
 def _slot(slot: Section) -> str:
-    value = slot.value
-    for long, short in _SHORT.items():
-        value = value.replace(long, short)
+    value = units.short_dtypes(slot.value)
     return value if not slot.evidence else f"{value} ({slot.evidence})"

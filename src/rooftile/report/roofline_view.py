@@ -15,11 +15,12 @@ from rooftile.report.section import Section
 
 __all__ = ["blocks"]
 
-#: A family below this share of the bound goes into the row "other".
+#: A family with less than this share of the bound, of the FLOPs and of the bytes goes into the row "other" ...
 _SHOWN = 0.02
+#: ... but these are looked for, so they always have a row.
+_ALWAYS_SHOWN = ("matmul", "attention")
 #: Attention decisions that are printed.
 _DECISIONS = 3
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def blocks(report: Report) -> Iterable[Table | Text]:
@@ -63,8 +64,9 @@ def _gemm(gemm: Section | None) -> Iterable[Text]:
 def _families(report: Report) -> Table:
     roof = report.roofline
     table = columns("family", "ops", "FLOPs", "bytes", "fused", "FLOP/B", "bound", "of bound", "bound by")
-    shown = [row for row in roof.families if row.bound_s >= _SHOWN * roof.bound_s]
-    rest = [row for row in roof.families if row.bound_s < _SHOWN * roof.bound_s and row.ops]
+    present = [row for row in roof.families if row.ops]
+    shown = [row for row in present if _is_shown(row, report)]
+    rest = [row for row in present if row not in shown]
     for row in shown:
         table.add_row(row.family, *_figures(row, roof.bound_s), row.limit)
     if rest:
@@ -81,9 +83,20 @@ def _families(report: Report) -> Table:
             "bound_s": roof.bound_s,
         }
     )
-    limit = ("≥ " if report.lower_bound else "") + roof.limit
+    limit = ("≥ " if roof.lower_bound else "") + roof.limit
     table.add_row("total", *_figures(total, roof.bound_s), limit, style="bold")
     return table
+
+
+def _is_shown(row: Section, report: Report) -> bool:
+    return row.family in _ALWAYS_SHOWN or any(
+        part >= _SHOWN * whole > 0
+        for part, whole in (
+            (row.bound_s, report.roofline.bound_s),
+            (row.flops, report.flops.total),
+            (row.bytes, report.bytes.unfused),
+        )
+    )
 
 
 def _figures(row: Section, whole: float) -> list[str]:
@@ -111,7 +124,7 @@ def _heaviest(rows: tuple[Section, ...]) -> Table:
     table.columns[1].justify = "left"
     for row in rows:
         count = f"{row['count']} x " if row["count"] > 1 else ""
-        name = row.operator.split(".")[1]
+        name = row.operator.split(".")[1] if "." in row.operator else row.operator
         place = row.phase if row.module in ("", row.phase) else f"{row.phase} {row.module}"
         table.add_row(
             _fit(f"{count}{name} {_shapes(row.shapes)}", 33),
@@ -119,7 +132,7 @@ def _heaviest(rows: tuple[Section, ...]) -> Table:
             units.flops(row.flops),
             units.gb(row.bytes),
             units.duration(row.bound_s),
-            _SHORT.get(row.roof, row.roof),
+            units.short_dtypes(row.roof),
         )
     return table
 

@@ -93,8 +93,19 @@ def _header(report: Report) -> Iterable[Text]:
         yield Text(f"{known}. Without one: {names}: FLOPs, bytes and bound are lower bounds (≥).", style="yellow")
     else:
         yield Text(known, style="dim")
+    if seen := _remark(device):
+        yield Text(f"Device: {seen}.", style="dim")
     for note in target.notes:
         yield Text(f"Note: {note}.", style="dim")
+
+
+def _remark(device: Section) -> str:
+    """What the device's data say beside its figures; a report of an earlier release may have neither."""
+    notes = list(device.get("notes", ()))
+    count = device.get("logical_devices", 1)
+    if count > 1 and not notes:
+        notes.append(f"software sees {count} devices in one package; the figures are of the package")
+    return "; ".join(notes)
 
 
 def _fraction(value: float) -> str:
@@ -104,39 +115,52 @@ def _fraction(value: float) -> str:
 def _in_short(report: Report) -> Iterable[Table | Text]:
     """The four answers."""
     flops, moved, roof, memory = report.flops, report.bytes, report.roofline, report.memory
-    at_least = "≥ " if report.lower_bound else ""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    ratio = f" · work ratio {flops.work_ratio:.2f} ≤ 5" if flops.work_ratio else ""
+    products = f", {units.share(flops.matmul, flops.total)} in matrix products" if flops.total else ""
     per_token = f", {units.flops(flops.per_token)} a token" if flops.per_token else ""
-    table.add_row(
-        "computes",
-        f"{at_least}{units.flops(flops.total)}, {units.share(flops.matmul, flops.total)} in matrix products{per_token}",
-    )
+    table.add_row("computes", f"{_at_least(flops)}{units.flops(flops.total)}{products}{per_token}")
     parts = [f"{name} {units.flops(flops[name])}" for name in ("forward", "recompute", "backward", "optimizer")
              if flops[name]]  # fmt: skip
-    table.add_row("", Text(" · ".join(parts) + ratio, style="dim"))
+    if parts:
+        table.add_row("", Text(" · ".join(parts), style="dim"))
+    if flops.work_ratio:
+        told = f"gradient work / forward {flops.work_ratio:.2f} (Baur-Strassen bound 5; recompute apart)"
+        table.add_row("", Text(told, style="dim"))
     table.add_row(
         "moves",
-        f"{at_least}{units.gb(moved.unfused)} unfused, {units.gb(moved.fused)} with elementwise chains fused "
-        f"({units.share(moved.fusion_removes, moved.unfused)} less)",
+        f"{_at_least(moved)}{units.gb(moved.unfused)} unfused, {units.gb(moved.fused)} with elementwise chains fused "
+        f"({units.share(moved.fusion_removes, moved.unfused) if moved.unfused else '0 %'} less)",
     )
-    compute = units.share(roof.compute_bound_s, roof.bound_s)
+    compute = units.share(roof.compute_bound_s, roof.bound_s) if roof.bound_s else "0 %"
     table.add_row(
         "bound",
-        f"{at_least}{units.duration(roof.bound_s)} unfused ({compute} of it by arithmetic, the rest by memory), "
-        f"{units.duration(roof.bound_fused_s)} fused",
+        f"{_at_least(roof)}{units.duration(roof.bound_s)} unfused ({compute} of it by arithmetic, the rest by memory), "
+        f"{units.duration(roof.bound_fused_s)} fused{_missing_peak(report)}",
     )
     table.add_row("memory", _memory_line(memory))
     if report.params.count is not None:
-        frozen = report.params.count - report.params.trainable
-        frozen_note = f", {frozen:,} of them frozen" if frozen else ""
-        table.add_row(
-            "parameters", f"{report.params.count:,} (tied once{frozen_note}), {units.gb_gib(report.params.bytes)}"
-        )
+        table.add_row("parameters", _parameters(report.params))
     yield Text("")
     yield table
+
+
+def _at_least(part: Section) -> str:
+    """The mark of a lower bound: each figure has its own reason to be one."""
+    return "≥ " if part.lower_bound else ""
+
+
+def _missing_peak(report: Report) -> str:
+    """Why the bound is a lower one where every formula is known."""
+    dtypes = list(dict.fromkeys(units.short_dtypes(name.split()[0]) for name in report.roofline.unknown_roofs if name))
+    return f"; ≥: no {' and no '.join(dtypes)} peak is known for {report.device.name}" if dtypes else ""
+
+
+def _parameters(params: Section) -> str:
+    frozen = params.count - (params.count if params.trainable is None else params.trainable)
+    text = f"{params.count:,}" + (f" ({frozen:,} of them frozen)" if frozen else "")
+    return f"{text}, {units.gb_gib(params.bytes)}" if params.count else "none"
 
 
 def _memory_line(memory: Section) -> Text:
