@@ -35,7 +35,7 @@ def test_a_device_by_value_is_the_device_by_name() -> None:
         ({"device": "v100-sxm2-16gb"}, "has no bfloat16"),
         ({"precision": "bf17"}, "bf16"),
         ({"optimizer": "adam"}, "adamw"),
-        ({"micro_batches": 0}, "at least 1"),
+        ({"micro_batches": 0}, "from 1 to 256"),
         ({"kv_dtype": "fp7"}, "kv_dtype is 'fp7'"),
         ({"select": ["MEM9"]}, "unknown rule"),
         ({"batch": 2}, "a Step has its own batch"),

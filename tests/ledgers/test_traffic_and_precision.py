@@ -8,7 +8,8 @@ from rooftile.capture.trace import Trace
 from rooftile.costs import trace_costs
 from rooftile.costs.fusion import fuse
 from rooftile.ledgers.bundle import Ledgers, read_ledgers
-from rooftile.ledgers.precision import Slot, precision
+from rooftile.ledgers.precision import Slot
+from rooftile.ledgers.precision import precision as read_precision
 
 
 def audited(device: str = "h100-sxm", phase: str = "train", **options: object) -> tuple[Trace, Ledgers]:
@@ -100,9 +101,9 @@ def test_autocast_that_the_model_entered_is_told_and_never_none() -> None:
     trace, _ = audited(precision="as-is")
     entered = [{"dtype": "bfloat16", "device_type": "cuda", "by": "model"}] * 2
     settings = trace.settings | {"autocast_entered": entered, "torch": "2.13.0+cpu"}
-    own = precision(Trace(trace.ops, trace.storages, settings, trace.notes), trace_costs(trace)).autocast
+    own = read_precision(Trace(trace.ops, trace.storages, settings, trace.notes), trace_costs(trace)).autocast
     assert own == Slot("bfloat16, entered by the model, by the cuda lists of torch 2.13.0", "observed")
-    assert precision(trace, trace_costs(trace)).autocast == Slot("none", "observed")
+    assert read_precision(trace, trace_costs(trace)).autocast == Slot("none", "observed")
 
 
 def test_the_cache_says_what_the_captured_step_keeps_it_in() -> None:

@@ -57,6 +57,50 @@ def test_another_width_loses_nothing_but_layout(width: int) -> None:
         assert word in text
 
 
+FIGURE = r"(?:\d[\d,.]* (?:[kMGTP]?B|[kMGTP]?FLOP|[mµn]?s|%))(?=\s|$)"
+
+
+@pytest.mark.parametrize("width", [60, 80, 99])
+@pytest.mark.parametrize("case", CASES[1:5:3], ids=str)
+def test_a_narrow_terminal_leaves_columns_out_and_cuts_no_figure(case: dict[str, object], width: int) -> None:
+    report = _audit.audit(**{"device": "h100-sxm", **case})  # type: ignore[arg-type]
+    wide, narrow = shown(report).splitlines(), shown(report, width).splitlines()
+    assert max(map(len, narrow)) <= width
+    known = set(re.findall(FIGURE, "\n".join(wide)))
+    tables = narrow[narrow.index(next(line for line in narrow if line.startswith("family "))) :]
+    tables = tables[: tables.index(next(line for line in tables if line.startswith("states ")))]
+    figures = [figure for line in tables for figure in re.findall(FIGURE, line)]
+    assert len(figures) > 40
+    assert set(figures) <= known, "each figure is one of the wide report's, whole"
+    for line in tables:
+        assert not re.search(r"\d…", line.split("  ")[-1]), line
+    rows = [line for line in tables if line.startswith(("matmul ", "optimizer ", "total "))]
+    assert all(re.search(r"\d [mµn]?s", line) for line in rows[:3]), "the bound stays"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_memory_chart_takes_the_width_there_is_and_keeps_its_peak(width: int, report: Report) -> None:
+    lines = shown(report, width).splitlines()
+    chart = [line for line in lines if "│" in line or "└" in line]
+    assert len(chart) == 3
+    assert {len(line) for line in chart} == {width}
+    assert "█" in chart[0]
+
+
+def test_a_wide_or_piped_report_has_every_column(report: Report) -> None:
+    header = next(line for line in shown(report).splitlines() if line.startswith("family "))
+    assert re.split(r" {2,}", header)[1:] == [
+        "ops",
+        "FLOPs",
+        "bytes",
+        "fused",
+        "FLOP/B",
+        "bound",
+        "of bound",
+        "bound by",
+    ]
+
+
 @pytest.fixture(scope="module")
 def report() -> Report:
     return _audit.audit("gpt2", "h100-sxm", seq=64)

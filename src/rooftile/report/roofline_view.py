@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from rooftile import _units as units
-from rooftile.report.layout import columns, heading
+from rooftile.report.layout import Columns, heading
 from rooftile.report.model import Report
 from rooftile.report.section import Section
 
@@ -23,7 +23,7 @@ _ALWAYS_SHOWN = ("matmul", "attention")
 _DECISIONS = 3
 
 
-def blocks(report: Report) -> Iterable[Table | Text]:
+def blocks(report: Report) -> Iterable[RenderableType]:
     """The two tables and what tiling would remove."""
     roof = report.roofline
     ridge = f"ridge {roof.ridge:.1f} FLOP/B for {roof.ridge_dtype}; " if roof.ridge else ""
@@ -61,9 +61,12 @@ def _gemm(gemm: Section | None) -> Iterable[Text]:
     )
 
 
-def _families(report: Report) -> Table:
+def _families(report: Report) -> Columns:
     roof = report.roofline
-    table = columns("family", "ops", "FLOPs", "bytes", "fused", "FLOP/B", "bound", "of bound", "bound by")
+    table = Columns(
+        "family", "ops", "FLOPs", "bytes", "fused", "FLOP/B", "bound", "of bound", "bound by",
+        spare=("fused", "ops", "FLOP/B", "of bound", "FLOPs", "bound by"),
+    )  # fmt: skip
     present = [row for row in roof.families if row.ops]
     shown = [row for row in present if _is_shown(row, report)]
     rest = [row for row in present if row not in shown]
@@ -119,9 +122,11 @@ def _intensity(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _heaviest(rows: tuple[Section, ...]) -> Table:
-    table = columns("operator, shapes", "where", "FLOPs", "bytes", "bound", "by")
-    table.columns[1].justify = "left"
+def _heaviest(rows: tuple[Section, ...]) -> Columns:
+    table = Columns(
+        "operator, shapes", "where", "FLOPs", "bytes", "bound", "by",
+        spare=("by", "FLOPs", "where", "bytes"), left=("where",),
+    )  # fmt: skip
     for row in rows:
         count = f"{row['count']} x " if row["count"] > 1 else ""
         name = row.operator.split(".")[1] if "." in row.operator else row.operator

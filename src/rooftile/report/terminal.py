@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
 from rooftile import _units as units
 from rooftile.report import memory_view, precision_view, roofline_view
-from rooftile.report.layout import heading
+from rooftile.report.layout import WIDTH, heading
 from rooftile.report.model import Report
 from rooftile.report.section import Section
 
 __all__ = ["WIDTH", "console", "render"]
-
-#: The report is no wider than this, however wide the terminal is.
-WIDTH = 100
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
@@ -49,7 +46,7 @@ def render(report: Report, output: Console, *, next_command: str = "rooftile exp
     output.print(_next(report, next_command), markup=False, highlight=False, soft_wrap=True)
 
 
-def _print(item: Text | Table, output: Console) -> None:
+def _print(item: RenderableType, output: Console) -> None:
     """Without the spaces that a table pads its lines with: they would be noise in a file or a diff."""
     # Names come from the user's model: "[b]" in one of them is text, not markup.
     options = output.options.update(width=min(WIDTH, output.width), markup=False, highlight=False)
@@ -112,7 +109,7 @@ def _fraction(value: float) -> str:
     return units.share(value, 1.0)
 
 
-def _in_short(report: Report) -> Iterable[Table | Text]:
+def _in_short(report: Report) -> Iterable[RenderableType]:
     """The four answers."""
     flops, moved, roof, memory = report.flops, report.bytes, report.roofline, report.memory
     table = Table.grid(padding=(0, 2))
@@ -174,7 +171,7 @@ def _memory_line(memory: Section) -> Text:
     return text.append(f"; at {' · '.join(where) or 'its start'}")
 
 
-def _findings(report: Report) -> Iterable[Table | Text]:
+def _findings(report: Report) -> Iterable[RenderableType]:
     if not report.findings:
         yield heading("FINDINGS", "none of the rules checked found anything")
         return
