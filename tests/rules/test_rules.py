@@ -268,3 +268,12 @@ def test_shapes_that_fit_or_were_lifted_on_purpose_are_not_found(loss: object) -
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b"])
 def test_published_models_have_no_silent_broadcast(name: str) -> None:
     assert findings(name, "LAY001", seq=64) == []
+
+
+def test_one_change_that_fits_is_not_any_one_of_several() -> None:
+    from rooftile.rules import mem001_over_capacity as rule_module
+
+    one, other = (rule_module._Change(label, 10) for label in ("--batch 1", "--checkpoint blocks"))
+    context = None  # not read where something fits
+    assert rule_module._response(context, [one], one, 20).startswith("this fits, found")  # type: ignore[arg-type]
+    assert rule_module._response(context, [one, other], one, 20).startswith("any one of these fits")  # type: ignore[arg-type]
