@@ -166,6 +166,10 @@ def test_the_next_command_works_as_it_is_printed(
     shown, _ = output(capsys, *following[1:])
     assert shown.splitlines()[:-1] == printed.splitlines()[:-1]
     assert not shown.strip().splitlines()[-1].startswith("Next: rooftile show"), "show does not suggest itself"
+    trace = str(tmp_path / "own.trace")
+    output(capsys, "audit", "gpt2", "--seq", "64", *options, "--save-trace", trace)
+    read, _ = output(capsys, "show", trace, "--device-file", str(own))
+    assert "on my-card" in read
 
 
 def test_a_saved_trace_is_shown_as_the_report_it_gives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -60,10 +60,13 @@ def _read(file: str, device: str | None, device_file: str | None) -> Report:
             raise UsageError(f"{file} is a report, which has its device; --device and --device-file are for a trace")
         return Report.load(file)
     from rooftile.capture.trace_file import load_trace
+    from rooftile.devices import from_toml
     from rooftile.report.read import read_trace
 
     trace = load_trace(file)
-    own = trace.settings.get("device") if device_file is None else None
+    own = trace.settings.get("device")
+    if device_file is not None and own not in from_toml(device_file):
+        own = None  # a file of devices is given for one of them
     return read_trace(trace, chosen_device(device or own, device_file))
 
 

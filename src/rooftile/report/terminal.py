@@ -150,7 +150,7 @@ def _at_least(part: Section) -> str:
 
 def _missing_peak(report: Report) -> str:
     """Why the bound is a lower one where every formula is known."""
-    dtypes = list(dict.fromkeys(units.short_dtypes(name.split()[0]) for name in report.roofline.unknown_roofs if name))
+    dtypes = list(dict.fromkeys(units.short_dtypes(name.partition(" ")[0]) for name in report.roofline.unknown_roofs))
     return f"; ≥: no {' and no '.join(dtypes)} peak is known for {report.device.name}" if dtypes else ""
 
 
