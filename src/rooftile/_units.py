@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["count", "duration", "flops", "gb", "gb_gib", "plural", "rate", "share"]
+__all__ = ["count", "duration", "flops", "gb", "gb_gib", "plural", "rate", "share", "short_dtypes"]
 
 _DECIMAL = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+#: In this order: the name of bfloat16 contains that of float16.
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e5m2": "e5m2",
+}
 
 
 def _scaled(value: float, unit: str, scales: tuple[tuple[str, float], ...] = _DECIMAL) -> str:
@@ -64,6 +74,13 @@ def share(part: float, whole: float) -> str:
     if 99.95 <= value < 100:
         return "> 99.9 %"
     return f"{value:.0f} %" if value in (0, 100) else f"{value:.1f} %"
+
+
+def short_dtypes(text: str) -> str:
+    """``bf16, fp32`` of ``bfloat16, float32``."""
+    for long, short in _SHORT.items():
+        text = text.replace(long, short)
+    return text
 
 
 def count(value: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,12 @@ def test_the_cache_dtype_reaches_the_ledger(capsys: pytest.CaptureFixture[str]) 
     [
         (["audit", "gpt9", "--device", "h100-sxm"], 2, "gpt2"),
         (["audit", "gpt2", "--device", "h100"], 2, "h100-sxm"),
-        (["audit", "gpt2"], 2, "no device is named"),
+        (["audit", "gpt2"], 2, "no device is named; add --device NAME"),
+        ([*GPT2, "--json", "same", "--save-trace", "./same"], 2, "a file of its own"),
+        ([*GPT2, "--select", "MEM", "--fail-on", "GEM"], 2, "--fail-on GEM can never fail"),
+        ([*GPT2, "--ignore", "GEM", "--fail-on", "GEM001"], 2, "--fail-on GEM001 can never fail"),
+        ([*GPT2, "--select", "MOV"], 2, "the family MOV (movement) has no rules"),
+        ([*GPT2, "--fail-on", "com"], 2, "the family COM (communication) has no rules"),
         (["audit", "none.py:step", "--device", "h100-sxm"], 2, "none.py"),
         (["audit", "gpt2", "--device", "v100-sxm2-16gb"], 2, "has no bfloat16"),
         ([*GPT2, "--batch", "0"], 2, "at least 1"),
@@ -126,3 +132,64 @@ def test_explain_lists_the_rules_and_explains_each(capsys: pytest.CaptureFixture
         told, _ = output(capsys, "explain", rule["code"].lower())
         assert told.startswith(f"{rule['code']}: ")
         assert max(map(len, told.splitlines())) <= 100
+
+
+def test_the_next_command_works_as_it_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "my cards.toml"
+    own.write_text(
+        '[my-card]\ntitle = "Mine"\nvendor = "me"\ndevice_class = "cuda"\nnominal_bytes = 24e9\n'
+        "memory_bandwidth = 1e12\ncompute_capability = 9.0\n"
+        'peaks = [{ input = "bfloat16", accumulate = "float32", flops_per_s = 100e12 }]\n'
+        'provenance = { peaks = "a", capacity = "b", bandwidth = "c" }\n'
+    )
+    options = [
+        "--device-file",
+        str(own),
+        "--phase",
+        "decode",
+        "--kv-dtype",
+        "fp8",
+        "--select",
+        "MEM",
+        "--select",
+        "KER",
+    ]
+    printed, _ = output(capsys, "audit", "gpt2", "--seq", "64", *options)
+    command = shlex.split(printed.strip().splitlines()[-1].removeprefix("Next: "))
+    assert command[0] == "rooftile"
+    saved, _ = output(capsys, *command[1:])
+    assert saved.splitlines()[:-1] == printed.splitlines()[:-1], "the same audit"
+    following = shlex.split(saved.strip().splitlines()[-1].removeprefix("Next: "))
+    shown, _ = output(capsys, *following[1:])
+    assert shown.splitlines()[:-1] == printed.splitlines()[:-1]
+    assert not shown.strip().splitlines()[-1].startswith("Next: rooftile show"), "show does not suggest itself"
+    trace = str(tmp_path / "own.trace")
+    output(capsys, "audit", "gpt2", "--seq", "64", *options, "--save-trace", trace)
+    read, _ = output(capsys, "show", trace, "--device-file", str(own))
+    assert "on my-card" in read
+
+
+def test_a_saved_trace_is_shown_as_the_report_it_gives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "gpt2.trace")
+    printed, _ = output(capsys, *GPT2, "--save-trace", path)
+    shown, _ = output(capsys, "show", path)
+    assert shown == printed
+    other, _ = output(capsys, "show", path, "--device", "a100-sxm-80gb")
+    assert "on a100-sxm-80gb" in other
+
+
+def test_a_report_has_its_device_already(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "report.json")
+    output(capsys, *GPT2, "--json", path)
+    _, err = output(capsys, "show", path, "--device", "l4", code=2)
+    assert "--device and --device-file are for a trace" in err
+
+
+def test_a_damaged_trace_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "t.trace"
+    path.write_bytes(b"\x1f\x8b and then nothing of the kind")
+    _, err = output(capsys, "show", str(path), code=2)
+    assert "is not a rooftile trace" in err

@@ -124,7 +124,9 @@ def test_a_device_file_is_listed_first_and_shown(tmp_path):
         'peaks = [{ input = "bfloat16", accumulate = "float32", flops_per_s = 100e12 }]\n'
         'provenance = { peaks = "a", capacity = "b", bandwidth = "c" }\n'
     )
-    assert rooftile("devices", "--device-file", str(path)).stdout.splitlines()[3].startswith("my-card")
+    listed = rooftile("devices", "--device-file", str(path)).stdout.splitlines()
+    assert listed[3].startswith("my-card")
+    assert listed[-1].startswith(f"next: rooftile devices show my-card --device-file {path} ")
     shown = rooftile("devices", "show", "my-card", "--device-file", str(path)).stdout
     assert "100.0" in shown
     assert f"--device my-card --device-file {path}" in shown.splitlines()[-1]

@@ -9,6 +9,7 @@ from rooftile.costs import trace_costs
 from rooftile.costs.fusion import fuse
 from rooftile.ledgers.bundle import Ledgers, read_ledgers
 from rooftile.ledgers.precision import Slot
+from rooftile.ledgers.precision import precision as read_precision
 
 
 def audited(device: str = "h100-sxm", phase: str = "train", **options: object) -> tuple[Trace, Ledgers]:
@@ -94,3 +95,19 @@ def test_inference_has_no_gradients_to_accumulate_and_no_loss_to_scale() -> None
     _, ledgers = audited(phase="prefill")
     assert ledgers.precision.gradient_accumulation.value == "none (no gradients)"
     assert ledgers.precision.loss_scale.value == "none (no backward pass)"
+
+
+def test_autocast_that_the_model_entered_is_told_and_never_none() -> None:
+    trace, _ = audited(precision="as-is")
+    entered = [{"dtype": "bfloat16", "device_type": "cuda", "by": "model"}] * 2
+    settings = trace.settings | {"autocast_entered": entered, "torch": "2.13.0+cpu"}
+    own = read_precision(Trace(trace.ops, trace.storages, settings, trace.notes), trace_costs(trace)).autocast
+    assert own == Slot("bfloat16, entered by the model, by the cuda lists of torch 2.13.0", "observed")
+    assert read_precision(trace, trace_costs(trace)).autocast == Slot("none", "observed")
+
+
+def test_the_cache_says_what_the_captured_step_keeps_it_in() -> None:
+    _, decoding = audited(phase="decode", precision="bf16")
+    assert decoding.kv_cache.captured_dtype == "bfloat16"
+    _, training = audited()
+    assert training.kv_cache.captured_dtype is None

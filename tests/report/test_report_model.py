@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import io
 import json
 import pickle
 import subprocess
@@ -9,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rooftile import _audit
 from rooftile.errors import UsageError
 from rooftile.report import SCHEMA, SECTIONS, Report
+from rooftile.report.terminal import render
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +136,83 @@ def test_a_saved_report_is_rendered_without_torch(report: Report, tmp_path: Path
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "rooftile audit  gpt2" in shown.stdout
+
+
+def at(document: dict[str, Any], path: str, value: Any) -> None:
+    holder: Any = document
+    *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    for step in way:
+        holder = holder[step]
+    if value is MISSING:
+        del holder[last]
+    else:
+        holder[last] = value
+
+
+MISSING = object()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("memory.peak_bytes", "abc", "'memory.peak_bytes' is 'abc', where a whole number of 0 or more belongs"),
+        ("memory.peak_bytes", float("nan"), "'memory.peak_bytes' is nan"),
+        ("memory.peak_bytes", -5, "'memory.peak_bytes' is -5"),
+        ("memory.peak_bytes", 1.5, "'memory.peak_bytes' is 1.5"),
+        ("memory.peak_bytes", True, "'memory.peak_bytes' is true"),
+        ("memory.peak_bytes", 10**400, "'memory.peak_bytes' is a whole number of more than 40 digits"),
+        ("memory.timeline", [1, 2], "'memory.timeline[0]' is 1, where an object belongs"),
+        ("flops.total", None, "'flops.total' is null"),
+        ("findings.0.severity", MISSING, "the key 'findings[0].severity' is missing"),
+        ("findings.0.severity", "grave", "'findings[0].severity' is 'grave', where error, warning or note belongs"),
+        ("findings.0", 3, "'findings[0]' is 3, where an object belongs"),
+        ("device.peaks", {}, "'device.peaks' is an object, where a list belongs"),
+        ("target.notes", "abc", "'target.notes' is 'abc', where a list belongs"),
+        ("roofline.families.0.bound_s", "1", "'roofline.families[0].bound_s' is '1'"),
+        ("roofline.gemm.tile", [128], "'roofline.gemm.tile' has 1 items, where 2 belong"),
+        ("kv_cache.tokens", None, "'kv_cache.tokens' is null"),
+        ("target.config.rate", float("inf"), "'target.config.rate' is inf"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_sentence_that_names_its_key(
+    document: dict[str, Any], path: str, value: Any, said: str, tmp_path: Path
+) -> None:
+    at(document, path, value)
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(UsageError) as caught:
+        Report.load(file)
+    assert str(caught.value).startswith(f"{file}: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_whatever_one_value_is_replaced_by_the_report_is_shown_or_refused_but_never_breaks(
+    report: Report,
+) -> None:
+    def places(value: Any, path: str = "") -> list[str]:
+        items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+        inner = [place for key, item in items for place in places(item, f"{path}.{key}" if path else str(key))]
+        return ([path] if path else []) + inner
+
+    whole = report.to_dict()
+    whole["roofline"]["heaviest"] = whole["roofline"]["heaviest"][:1]
+    whole["memory"]["timeline"] = whole["memory"]["timeline"][:2]
+    whole["device"] |= {"provenance": {}, "links": [], "measured": []}
+    whole["memory"] |= {"by_module": {"wte": 1}, "role_peaks": {}}
+    whole["target"] |= {"config": {}, "seconds": {}}
+    whole |= {"conventions": {"flop": "two"}}
+    whole["roofline"] |= {"ridges": {}, "bandwidth": 1.0}
+    whole["bytes"] |= {"by_family": [], "by_phase": {}}
+    shown = 0
+    for path in places(whole):
+        for value in (None, "x", -1, [], 0):
+            document = copy.deepcopy(whole)
+            at(document, path, value)
+            try:
+                loaded = Report.from_dict(document)
+            except UsageError:
+                continue
+            render(loaded, Console(file=io.StringIO(), width=100))
+            loaded.to_json()
+            shown += 1
+    assert shown > 0

@@ -158,6 +158,36 @@ def test_logits_in_fp32_are_found_where_they_matter_and_only_there() -> None:
     assert findings("gpt2", "MEM002", seq=8) == [], "a few rows of logits are nothing beside the weights"
 
 
+class Product(nn.Module):
+    """An output as large as logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x) * (self.weight * x)
+
+
+def test_an_output_that_no_softmax_reads_is_no_logits() -> None:
+    inputs = (torch.randn(512, 4096),)
+    mean = Step(Product(), inputs, loss=lambda out: (out.float() - 1).square().mean())
+    assert findings(mean, "MEM002", precision="fp32") == []
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: nn.functional.cross_entropy(out.float() / 2.0, torch.zeros(512, dtype=torch.long)),
+        lambda out: -nn.functional.log_softmax(out[:-1].float(), -1).mean(),
+        lambda out: (torch.logsumexp(out.float(), -1) - out[:, 0].float()).mean(),
+    ],
+)  # fmt: skip
+def test_logits_are_known_by_the_softmax_that_reads_them(loss: object) -> None:
+    step = Step(Product(), (torch.randn(512, 4096),), loss=loss)  # type: ignore[arg-type]
+    assert len(findings(step, "MEM002", precision="fp32")) == 1
+
+
 def test_a_regression_has_no_logits() -> None:
     step = Step(nn.Linear(16, 2), (torch.randn(4096, 16),), loss=lambda out: out.float().square().mean())
     assert findings(step, "MEM002", precision="fp32") == []
@@ -238,3 +268,12 @@ def test_shapes_that_fit_or_were_lifted_on_purpose_are_not_found(loss: object) -
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b"])
 def test_published_models_have_no_silent_broadcast(name: str) -> None:
     assert findings(name, "LAY001", seq=64) == []
+
+
+def test_one_change_that_fits_is_not_any_one_of_several() -> None:
+    from rooftile.rules import mem001_over_capacity as rule_module
+
+    one, other = (rule_module._Change(label, 10) for label in ("--batch 1", "--checkpoint blocks"))
+    context = None  # not read where something fits
+    assert rule_module._response(context, [one], one, 20).startswith("this fits, found")  # type: ignore[arg-type]
+    assert rule_module._response(context, [one, other], one, 20).startswith("any one of these fits")  # type: ignore[arg-type]

@@ -71,6 +71,16 @@ def load_trace(path: str | Path) -> Trace:
         raise UsageError(
             f"{str(path)!r} has schema {schema!r}, this rooftile reads {SCHEMA!r}; use the rooftile that wrote it."
         )
+    try:
+        return _decoded(document)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UsageError(
+            f"{str(path)!r} is not a whole rooftile trace ({type(error).__name__}: {error}); write it again with "
+            "--save-trace."
+        ) from error
+
+
+def _decoded(document: dict[str, Any]) -> Trace:
     tensors = [TensorMeta(tuple(s), tuple(st), dtype, layout, nnz) for s, st, dtype, layout, nnz in document["tensors"]]
 
     def decode(value: Any) -> Any:

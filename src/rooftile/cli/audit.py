@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rooftile.cli.options import DeviceFileOption, DeviceOption, JsonOption, complete_target
-from rooftile.cli.output import STDOUT, check_writable, progress, write_file
+from rooftile.cli.options import DeviceFileOption, DeviceOption, JsonOption, chosen_device, complete_target
+from rooftile.cli.output import STDOUT, check_distinct, check_writable, progress, typed_again, write_file
 from rooftile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def register(app: typer.Typer) -> None:
 
 
 def audit(
+    ctx: typer.Context,
     target: Target,
     device: DeviceOption = None,
     device_file: DeviceFileOption = None,
@@ -88,16 +90,14 @@ def audit(
 
     No accelerator, no weights and no data are needed.
     """
-    from rooftile import devices
-    from rooftile.rules import select_rules
-
     check_writable(json)
     if save_trace == STDOUT:
         raise UsageError("--save-trace - is no file; give the path of a file, a trace is compressed")
     check_writable(save_trace, "--save-trace")
+    check_distinct(json=json, save_trace=save_trace)
     failing = _words(fail_on)
-    select_rules([word for word in failing if word.lower() != "any"])  # an unknown word is told before the work
-    chosen = devices.load(device, device_file)
+    _check_rules(_words(select), _words(ignore), failing)
+    chosen = chosen_device(device, device_file)
     options = {
         name: value
         for name, value in (
@@ -114,7 +114,7 @@ def audit(
             target, chosen, batch=batch, seq=seq, phase=cast("StepPhase | None", phase), kv_dtype=kv_dtype,
             select=_words(select), ignore=_words(ignore), progress=say, **options,
         )  # fmt: skip
-    _write(report, json, save_trace)
+    _write(ctx, report, json, save_trace)
     return int(_fails(report, failing))
 
 
@@ -123,13 +123,23 @@ def _words(values: Sequence[str] | None) -> list[str]:
     return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
 
 
+def _check_rules(select: Sequence[str], ignore: Sequence[str], failing: Sequence[str]) -> None:
+    """Raise UsageError, before the work, for an unknown word and for a ``--fail-on`` that could never come true."""
+    from rooftile.rules import select_rules
+
+    checked = {rule.code for rule in select_rules(select, ignore)}
+    for word in failing:
+        if word.lower() != "any" and checked.isdisjoint(rule.code for rule in select_rules([word])):
+            raise UsageError(f"--fail-on {word} can never fail: --select and --ignore leave no such rule to be checked")
+
+
 def _fails(report: Report, words: Sequence[str]) -> bool:
     from rooftile.rules import matches
 
     return any(matches(finding.code, word) for finding in report.findings for word in words)
 
 
-def _write(report: Report, json: str | None, save_trace: str | None) -> None:
+def _write(ctx: typer.Context, report: Report, json: str | None, save_trace: str | None) -> None:
     if json is not None:
         write_file(json, report.to_json() + "\n")
     if save_trace is not None and report.trace is not None:
@@ -139,4 +149,6 @@ def _write(report: Report, json: str | None, save_trace: str | None) -> None:
     if json != STDOUT:
         from rooftile.report.terminal import console, render
 
-        render(report, console(), saved_as=json)
+        saved = shlex.join(["rooftile", "show", json or ""])
+        following = saved if json else typed_again(ctx, json="report.json")
+        render(report, console(), next_command=following)

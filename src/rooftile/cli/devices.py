@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator
 
@@ -35,7 +36,8 @@ def devices(ctx: typer.Context, json: JsonOption = None, device_file: DeviceFile
     listed = [catalog.load(name, device_file) for name in catalog.names(device_file)]
     if json != STDOUT:
         typer.echo(_listing(listed))
-        typer.echo(next_command(f"rooftile devices show {listed[0].name}", "sources, links, measured ceilings"))
+        again = f"rooftile devices show {listed[0].name}{_own(device_file)}"
+        typer.echo(next_command(again, "sources, links, measured ceilings"))
     if json is not None:
         write_json(json, {"schema": "rooftile.devices/1", "devices": [device.to_dict() for device in listed]})
 
@@ -47,15 +49,20 @@ def show(name: DeviceName, json: JsonOption = None, device_file: DeviceFileOptio
     device = catalog.load(name, device_file)
     if json != STDOUT:
         typer.echo("\n".join(_details(device)))
-        own = f" --device-file {device_file}" if device_file else ""
-        typer.echo(next_command(f"rooftile audit llama-3.1-8b --device {device.name}{own}", "read a step on it"))
+        again = f"rooftile audit llama-3.1-8b --device {device.name}{_own(device_file)}"
+        typer.echo(next_command(again, "read a step on it"))
     if json is not None:
         write_json(json, {"schema": "rooftile.device/1", "device": device.to_dict(), "ridge": _ridges(device)})
 
 
+def _own(device_file: str | None) -> str:
+    """The option that finds a device of one's own again."""
+    return f" --device-file {shlex.quote(device_file)}" if device_file else ""
+
+
 def _listing(listed: list[Device]) -> str:
     rows = []
-    for device in listed:
+    for device in (each.one_of_package() for each in listed):
         half = _tera(device, "bfloat16", "float16")
         ridge = None if half is None else half * 1e12 / device.memory_bandwidth
         rows.append(
@@ -72,7 +79,7 @@ def _listing(listed: list[Device]) -> str:
         )
     header = ("device", "16-bit", "fp8", "tf32", "fp32", "GB/s", "ridge", "GiB    ")
     return (
-        "Dense TFLOP/s, fp32 accumulation; ridge in FLOP/B (16-bit); GiB that a process sees (* assumed)\n\n"
+        "What a process sees: dense TFLOP/s, fp32 accumulation; ridge in FLOP/B (16-bit); GiB (* assumed)\n\n"
         + table(header, rows)
         + "\n"
     )

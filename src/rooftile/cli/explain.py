@@ -50,8 +50,8 @@ def _explained(rule: Rule) -> str:
 
     title = f"{rule.code}: {rule.title} ({FAMILIES[rule.family]})"
     paragraphs = [textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in rule.explanation.split("\n\n")]
-    ignoring = next_command(f"rooftile audit TARGET --device NAME --ignore {rule.code}", "leave it out")
-    return "\n\n".join([title, *paragraphs, ignoring])
+    checking = next_command(f"rooftile audit gpt2 --device h100-sxm --select {rule.code}", "check a step for it alone")
+    return "\n\n".join([title, *paragraphs, checking])
 
 
 def _listed(rules: list[Rule]) -> str:

@@ -2,6 +2,10 @@
 
 torch, numpy and rich are imported by the verbs when they run, never here: ``--help`` has to answer at once. Help is
 plain text for the same reason (rich would double its time).
+
+Exit codes: 0 fine, also with findings; 1 only where ``--fail-on`` asked for it; 2 usage, and an output that can't be
+written; 3 the target could not be captured; 130 Ctrl-C. Where the reader of a pipe leaves (``| head -1``) the process
+ends by SIGPIPE and says nothing, as other filters do: a shell shows 141.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Annotated
 import typer
 
 from rooftile.cli import audit, devices, explain, formats, inspect, score, show
+from rooftile.cli.streams import prepare
 from rooftile.errors import RooftileError
 
 __all__ = ["app", "main", "run"]
@@ -83,6 +88,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the ``rooftile`` script."""
+    prepare()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -31,7 +31,8 @@ class KvCacheLedger:
     """Bytes of the cache. Every figure is None where ``reason`` says why the model has none.
 
     ``bytes_per_token`` is for one token of one sequence, all layers; ``total_bytes`` for ``batch`` sequences of
-    ``tokens`` tokens. ``heads`` and ``head_dim`` are None where the layers differ.
+    ``tokens`` tokens. ``heads`` and ``head_dim`` are None where the layers differ. ``captured_dtype`` is what the
+    captured step keeps its cache in, None where it keeps none: peak and traffic are with that, whatever ``dtype`` is.
     """
 
     bytes_per_token: int | None
@@ -44,6 +45,7 @@ class KvCacheLedger:
     dtype: str | None
     evidence: str
     reason: str
+    captured_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,16 @@ def kv_cache(
     if not layers:
         return _none("no attention was observed" if not seen else "no causal attention: nothing is generated from it")
     dtype = KV_DTYPES[kv_dtype] if kv_dtype else trace.settings.get("compute_dtype")
-    return _ledger(layers, dtype, "assumed" if "assumed" in known else "derived")
+    return _ledger(layers, dtype, "assumed" if "assumed" in known else "derived", _captured_dtype(trace))
 
 
-def _ledger(layers: list[_Layer], dtype: str | None, evidence: Causality) -> KvCacheLedger:
+def _captured_dtype(trace: Trace) -> str | None:
+    """The widest dtype of the tensors that the step keeps as its cache."""
+    kept = {s.dtype for s in trace.storages if s.role == "kv_cache" and s.dtype}
+    return max(kept, key=lambda name: ITEMSIZE.get(name, 0), default=None)
+
+
+def _ledger(layers: list[_Layer], dtype: str | None, evidence: Causality, captured: str | None) -> KvCacheLedger:
     # A materialised path may have widened K before its product; what the model computes in says more.
     dtype = dtype or max({layer.dtype for layer in layers}, key=lambda name: ITEMSIZE[name])
     per_token = sum(layer.elements for layer in layers) * ITEMSIZE[dtype]
@@ -107,6 +115,7 @@ def _ledger(layers: list[_Layer], dtype: str | None, evidence: Causality) -> KvC
         dtype=dtype,
         evidence=evidence,
         reason="",
+        captured_dtype=captured,
     )
 
 

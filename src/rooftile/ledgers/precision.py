@@ -184,9 +184,23 @@ def _names(dtypes: set[str]) -> str:
 def _autocast(trace: Trace) -> Slot:
     policy = trace.settings.get("autocast")
     if not policy:
-        return Slot("none", "observed")
+        return _entered(trace)
     release = f" of torch {policy['release']}" if policy.get("release") else ""
     return Slot(f"{policy['dtype']} by the {policy['policy']} lists{release}", "derived")
+
+
+def _entered(trace: Trace) -> Slot:
+    """Without a policy of the capture's: what the model, the loss or the step entered by themselves."""
+    entered = trace.settings.get("autocast_entered") or ()
+    if not entered:
+        return Slot("none", "observed")
+    release = str(trace.settings.get("torch", "")).partition("+")[0]
+    told = dict.fromkeys(
+        f"{one['dtype']}, entered by the {one.get('by', 'model')}, by the {one['device_type']} lists"
+        + (f" of torch {release}" if release else "")
+        for one in entered
+    )
+    return Slot("; ".join(told), "observed")
 
 
 def _loss_scale(trace: Trace) -> Slot:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from rooftile import _units as units
-from rooftile.report.layout import columns, heading
+from rooftile.report.layout import Beside, Columns, heading
 from rooftile.report.model import Report
 from rooftile.report.section import Section
 
@@ -17,31 +17,36 @@ __all__ = ["blocks", "sparkline"]
 _BARS = " ▁▂▃▄▅▆▇█"
 _ROWS = 2
 _COLUMNS = 86
+#: Columns of the chart's scale.
+_LABEL = 11
 #: Lines of the tables by role and by module.
 _LINES = 6
 
 
-def blocks(report: Report) -> Iterable[Table | Text]:
+def blocks(report: Report) -> Iterable[RenderableType]:
     """Timeline, tables, fit, KV cache."""
     memory = report.memory
     yield heading("MEMORY", "live tensors (allocated); derived from observed lifetimes")
-    yield from _timeline(memory)
+    if memory.timeline:
+        yield _Timeline([(point.phase, point.live_bytes) for point in memory.timeline], memory.peak_bytes)
     yield _at_the_peak(memory)
-    yield from _states_and_fit(memory)
+    yield from _states_and_fit(report)
     yield _kv_cache(report.kv_cache)
 
 
-def _timeline(memory: Section) -> Iterable[Text]:
-    points = [(point.phase, point.live_bytes) for point in memory.timeline]
-    if not points:
-        return
-    top = memory.peak_bytes
-    phases, values = _stretched(points, _COLUMNS)
-    lines = sparkline(values, top, _ROWS)
-    labels = [units.gb(top), *[""] * (_ROWS - 2), "0 B"]
-    for label, line in zip(labels, lines, strict=True):
-        yield Text(f"{label:>11} │{line}")
-    yield Text(f"{'':>11} └{_ruler(phases)}", style="dim")
+class _Timeline:
+    """Live bytes over the step, in as many columns as the terminal has room for."""
+
+    def __init__(self, points: Sequence[tuple[str, int]], top: int) -> None:
+        self._points, self._top = points, top
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - _LABEL - 2
+        phases, values = _stretched(self._points, max(1, min(_COLUMNS, room)))
+        labels = [units.gb(self._top), *[""] * (_ROWS - 2), "0 B"]
+        for label, line in zip(labels, sparkline(values, self._top, _ROWS), strict=True):
+            yield Text(f"{label:>{_LABEL}} │{line}")
+        yield Text(f"{'':>{_LABEL}} └{_ruler(phases)}", style="dim")
 
 
 def _stretched(points: Sequence[tuple[str, int]], width: int) -> tuple[list[str], list[int]]:
@@ -80,18 +85,16 @@ def _ruler(phases: Sequence[str]) -> str:
     return out
 
 
-def _at_the_peak(memory: Section) -> Table:
-    """By role and by module side by side."""
-    both = Table.grid(padding=(0, 4))
-    both.add_row(
+def _at_the_peak(memory: Section) -> Beside:
+    """By role and by module."""
+    return Beside(
         _split(f"at the peak, {memory.peak_phase or 'no op'}: by role", memory.by_role, memory.peak_bytes),
         _split("by module", memory.by_module, memory.peak_bytes),
     )
-    return both
 
 
-def _split(title: str, parts: Mapping[str, int], whole: int) -> Table:
-    table = columns(title, "", "")
+def _split(title: str, parts: Mapping[str, int], whole: int) -> Columns:
+    table = Columns(title, "", "")
     items = [(name, nbytes) for name, nbytes in parts.items() if nbytes]
     shown, rest = items[:_LINES], items[_LINES:]
     if len(rest) == 1:
@@ -104,7 +107,13 @@ def _split(title: str, parts: Mapping[str, int], whole: int) -> Table:
     return table
 
 
-def _states_and_fit(memory: Section) -> Iterable[Text]:
+def _context(nbytes: int | None, device_class: str | None) -> str:
+    whose = "CUDA" if device_class == "cuda" else "device's"
+    return f"the {whose} context is not counted" if nbytes is None else f"the {whose} context takes {units.gb(nbytes)}"
+
+
+def _states_and_fit(report: Report) -> Iterable[Text]:
+    memory = report.memory
     states = memory.states
     names = ("weights", "buffers", "gradients", "master_weights", "optimizer_state")
     parts = [f"{name.replace('_', ' ')} {units.gb(states[name])}" for name in names if states[name]]
@@ -112,8 +121,7 @@ def _states_and_fit(memory: Section) -> Iterable[Text]:
     yield Text.assemble(("states ", "bold"), f"{' + '.join(parts) or 'none'}{total}")
     peaks = " · ".join(f"{phase} {units.gb(nbytes)}" for phase, nbytes in memory.phase_peaks.items())
     yield Text.assemble(("peak by phase ", "bold"), peaks or "no ops")
-    context = "unknown" if memory.context_bytes is None else units.gb(memory.context_bytes)
-    if memory.fits is None:
+    if None in (memory.fits, memory.headroom_bytes, memory.visible_bytes):
         yield Text.assemble(("fit ", "bold"), "unknown: the device's visible capacity is not known")
         return
     verdict, style = ("fits", "green") if memory.fits else ("does not fit", "bold red")
@@ -122,7 +130,7 @@ def _states_and_fit(memory: Section) -> Iterable[Text]:
         ("fit ", "bold"),
         f"{units.gb(memory.peak_bytes)} of {units.gb(memory.visible_bytes)} visible ({memory.visible_evidence}): ",
         (verdict, style),
-        f", {left}; context: {context}",
+        f", {left}; {_context(memory.context_bytes, report.device.get('device_class'))}",
     )
 
 
@@ -135,5 +143,13 @@ def _kv_cache(cache: Section) -> Text:
     return Text.assemble(
         ("KV cache ", "bold"),
         f"{cache.bytes_per_token:,} B a token ({heads}, {cache.dtype}; {cache.evidence}), "
-        f"{units.gb(cache.total_bytes)} for {cache.batch} x {cache.tokens:,}",
+        f"{units.gb(cache.total_bytes)} for {cache.batch} x {cache.tokens:,}{_as_captured(cache)}",
     )
+
+
+def _as_captured(cache: Section) -> str:
+    """What the other figures count where the cache is asked for in another dtype than the captured one."""
+    captured = cache.get("captured_dtype")
+    if captured is None or captured == cache.dtype:
+        return ""
+    return f"; the captured step keeps it in {units.short_dtypes(captured)}: peak and traffic are with that"

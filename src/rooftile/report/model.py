@@ -12,6 +12,7 @@ from typing import Any
 from rooftile.capture.trace import Trace
 from rooftile.errors import UsageError
 from rooftile.report.section import Section, plain
+from rooftile.report.shape import check_shape
 
 __all__ = ["SCHEMA", "SECTIONS", "Report"]
 
@@ -60,7 +61,7 @@ class Report:
         """The report of a JSON document. UsageError, which names ``source``, where it is not one that can be read."""
         try:
             document = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too
             raise UsageError(
                 f"{source} is not JSON ({error}); give a file written by `rooftile audit --json`"
             ) from None
@@ -78,6 +79,7 @@ class Report:
             if not isinstance(document[name], wanted):
                 found = type(document[name]).__name__
                 raise UsageError(f"{source}: {name!r} is a {found}; write it again with `rooftile audit --json`")
+        check_shape(document, source)
         sections = {name: Section(document[name]) for name in SECTIONS if name != "findings"}
         return cls(**sections, findings=tuple(Section(f) for f in document["findings"]), trace=trace)
 
@@ -92,7 +94,7 @@ class Report:
 
     @property
     def lower_bound(self) -> bool:
-        """Whether FLOPs, bytes and bound leave out operators without a formula or roofs that aren't published."""
+        """Whether the bound leaves out operators without a formula, as FLOPs and bytes then do, or roofs."""
         return bool(self.coverage["unknown_ops"]) or bool(self.roofline["lower_bound"])
 
 

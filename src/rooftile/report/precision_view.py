@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from rooftile import _units as units
-from rooftile.report.layout import columns, heading
+from rooftile.report.layout import Columns, heading
 from rooftile.report.model import Report
 from rooftile.report.section import Section
 
@@ -16,21 +16,19 @@ __all__ = ["blocks"]
 
 #: Families of the contract that the terminal shows; all are in the JSON document.
 _FAMILIES = ("matmul", "attention", "convolution", "rnn", "softmax", "normalization", "elementwise", "optimizer")
-#: In this order: the name of bfloat16 contains that of float16.
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
-          "float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2"}  # fmt: skip
+_SLOTS = ("storage", "product", "accumulate", "output")
 #: Roles that say nothing about the contract's numbers.
 _LEFT_OUT = ("input", "buffer", "temporary")
 
 
-def blocks(report: Report) -> Iterable[Table | Text]:
+def blocks(report: Report) -> Iterable[RenderableType]:
     """Roles, contract, policies."""
     precision = report.precision
     yield heading("PRECISION", f"{precision.policy} ({precision.policy_evidence}); evidence in parentheses")
     yield _roles(precision.roles)
     shown = [family for family in precision.families if family.family in _FAMILIES]
     if shown:
-        yield _contract(shown)
+        yield _Contract(shown)
     if precision.get("scaled"):
         yield _scaled(precision.scaled)
     names = ("autocast", "loss_scale", "gradient_accumulation", "communication")
@@ -46,9 +44,9 @@ def _roles(roles: Iterable[Section]) -> Text:
     for role in roles:
         if role.role in _LEFT_OUT:
             continue
-        dtypes = " + ".join(_SHORT.get(name, name) for name in role.dtypes)
+        dtypes = " + ".join(units.short_dtypes(name) for name in role.dtypes)
         parts.append(f"{role.role.replace('_', ' ')} {dtypes} {units.gb(role.bytes)}")
-    return Text.assemble(("roles ", "bold"), " · ".join(parts), " (observed; each storage once)")
+    return Text.assemble(("roles ", "bold"), " · ".join(parts) or "none", " (observed; each storage once)")
 
 
 def _scaled(operands: Iterable[Section]) -> Text:
@@ -60,17 +58,24 @@ def _scaled(operands: Iterable[Section]) -> Text:
     return Text.assemble(("scaled operands ", "bold"), " · ".join(parts), " (observed; made over the step)")
 
 
-def _contract(families: Iterable[Section]) -> Table:
-    table = columns("family", "storage", "product", "accumulate", "output")
-    for column in table.columns:
-        column.justify = "left"
-    for family in families:
-        table.add_row(family.family, *(_slot(family[name]) for name in ("storage", "product", "accumulate", "output")))
-    return table
+class _Contract:
+    """The four slots of each family; without their evidence where the terminal has no room for it."""
+
+    def __init__(self, families: Sequence[Section]) -> None:
+        self._families = families
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = self._table(evidence=True)
+        yield whole if whole.width <= options.max_width else self._table(evidence=False)
+
+    def _table(self, *, evidence: bool) -> Columns:
+        table = Columns("family", *_SLOTS, left=_SLOTS, spare=("output", "storage"))
+        for family in self._families:
+            slots = [family[name] for name in _SLOTS]
+            table.add_row(family.family, *(_slot(s) if evidence else units.short_dtypes(s.value) for s in slots))
+        return table
 
 
 def _slot(slot: Section) -> str:
-    value = slot.value
-    for long, short in _SHORT.items():
-        value = value.replace(long, short)
+    value = units.short_dtypes(slot.value)
     return value if not slot.evidence else f"{value} ({slot.evidence})"

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from rooftile import _units as units
-from rooftile.report.layout import columns, heading
+from rooftile.report.layout import Columns, heading
 from rooftile.report.model import Report
 from rooftile.report.section import Section
 
 __all__ = ["blocks"]
 
-#: A family below this share of the bound goes into the row "other".
+#: A family with less than this share of the bound, of the FLOPs and of the bytes goes into the row "other" ...
 _SHOWN = 0.02
+#: ... but these are looked for, so they always have a row.
+_ALWAYS_SHOWN = ("matmul", "attention")
 #: Attention decisions that are printed.
 _DECISIONS = 3
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def blocks(report: Report) -> Iterable[Table | Text]:
+def blocks(report: Report) -> Iterable[RenderableType]:
     """The two tables and what tiling would remove."""
     roof = report.roofline
     ridge = f"ridge {roof.ridge:.1f} FLOP/B for {roof.ridge_dtype}; " if roof.ridge else ""
@@ -60,11 +61,15 @@ def _gemm(gemm: Section | None) -> Iterable[Text]:
     )
 
 
-def _families(report: Report) -> Table:
+def _families(report: Report) -> Columns:
     roof = report.roofline
-    table = columns("family", "ops", "FLOPs", "bytes", "fused", "FLOP/B", "bound", "of bound", "bound by")
-    shown = [row for row in roof.families if row.bound_s >= _SHOWN * roof.bound_s]
-    rest = [row for row in roof.families if row.bound_s < _SHOWN * roof.bound_s and row.ops]
+    table = Columns(
+        "family", "ops", "FLOPs", "bytes", "fused", "FLOP/B", "bound", "of bound", "bound by",
+        spare=("fused", "ops", "FLOP/B", "of bound", "FLOPs", "bound by"),
+    )  # fmt: skip
+    present = [row for row in roof.families if row.ops]
+    shown = [row for row in present if _is_shown(row, report)]
+    rest = [row for row in present if row not in shown]
     for row in shown:
         table.add_row(row.family, *_figures(row, roof.bound_s), row.limit)
     if rest:
@@ -81,9 +86,20 @@ def _families(report: Report) -> Table:
             "bound_s": roof.bound_s,
         }
     )
-    limit = ("≥ " if report.lower_bound else "") + roof.limit
+    limit = ("≥ " if roof.lower_bound else "") + roof.limit
     table.add_row("total", *_figures(total, roof.bound_s), limit, style="bold")
     return table
+
+
+def _is_shown(row: Section, report: Report) -> bool:
+    return row.family in _ALWAYS_SHOWN or any(
+        part >= _SHOWN * whole > 0
+        for part, whole in (
+            (row.bound_s, report.roofline.bound_s),
+            (row.flops, report.flops.total),
+            (row.bytes, report.bytes.unfused),
+        )
+    )
 
 
 def _figures(row: Section, whole: float) -> list[str]:
@@ -106,12 +122,14 @@ def _intensity(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _heaviest(rows: tuple[Section, ...]) -> Table:
-    table = columns("operator, shapes", "where", "FLOPs", "bytes", "bound", "by")
-    table.columns[1].justify = "left"
+def _heaviest(rows: tuple[Section, ...]) -> Columns:
+    table = Columns(
+        "operator, shapes", "where", "FLOPs", "bytes", "bound", "by",
+        spare=("by", "FLOPs", "where", "bytes"), left=("where",),
+    )  # fmt: skip
     for row in rows:
         count = f"{row['count']} x " if row["count"] > 1 else ""
-        name = row.operator.split(".")[1]
+        name = row.operator.split(".")[1] if "." in row.operator else row.operator
         place = row.phase if row.module in ("", row.phase) else f"{row.phase} {row.module}"
         table.add_row(
             _fit(f"{count}{name} {_shapes(row.shapes)}", 33),
@@ -119,7 +137,7 @@ def _heaviest(rows: tuple[Section, ...]) -> Table:
             units.flops(row.flops),
             units.gb(row.bytes),
             units.duration(row.bound_s),
-            _SHORT.get(row.roof, row.roof),
+            units.short_dtypes(row.roof),
         )
     return table
 

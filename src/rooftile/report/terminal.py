@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
 from rooftile import _units as units
 from rooftile.report import memory_view, precision_view, roofline_view
-from rooftile.report.layout import heading
+from rooftile.report.layout import WIDTH, heading
 from rooftile.report.model import Report
 from rooftile.report.section import Section
 
 __all__ = ["WIDTH", "console", "render"]
-
-#: The report is no wider than this, however wide the terminal is.
-WIDTH = 100
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
@@ -33,8 +30,8 @@ def console() -> Console:
     return Console(highlight=False, emoji=False, width=min(WIDTH, plain.width) if plain.is_terminal else WIDTH)
 
 
-def render(report: Report, output: Console, *, saved_as: str | None = None) -> None:
-    """Print ``report``. ``saved_as`` is the JSON file it is in, for the command that the report ends with."""
+def render(report: Report, output: Console, *, next_command: str = "rooftile explain") -> None:
+    """Print ``report``. It ends with the explanation of its gravest finding or, without one, with ``next_command``."""
     for block in (
         _header(report),
         _in_short(report),
@@ -42,13 +39,14 @@ def render(report: Report, output: Console, *, saved_as: str | None = None) -> N
         memory_view.blocks(report),
         precision_view.blocks(report),
         _findings(report),
-        _next(report, saved_as),
     ):
         for item in block:
             _print(item, output)
+    # One line however long it is, so that it can be copied; a terminal wraps it by itself.
+    output.print(_next(report, next_command), markup=False, highlight=False, soft_wrap=True)
 
 
-def _print(item: Text | Table, output: Console) -> None:
+def _print(item: RenderableType, output: Console) -> None:
     """Without the spaces that a table pads its lines with: they would be noise in a file or a diff."""
     # Names come from the user's model: "[b]" in one of them is text, not markup.
     options = output.options.update(width=min(WIDTH, output.width), markup=False, highlight=False)
@@ -92,50 +90,74 @@ def _header(report: Report) -> Iterable[Text]:
         yield Text(f"{known}. Without one: {names}: FLOPs, bytes and bound are lower bounds (≥).", style="yellow")
     else:
         yield Text(known, style="dim")
+    if seen := _remark(device):
+        yield Text(f"Device: {seen}.", style="dim")
     for note in target.notes:
         yield Text(f"Note: {note}.", style="dim")
+
+
+def _remark(device: Section) -> str:
+    """What the device's data say beside its figures; a report of an earlier release may have neither."""
+    notes = list(device.get("notes", ()))
+    count = device.get("logical_devices", 1)
+    if count > 1 and not notes:
+        notes.append(f"software sees {count} devices in one package; the figures are of the package")
+    return "; ".join(notes)
 
 
 def _fraction(value: float) -> str:
     return units.share(value, 1.0)
 
 
-def _in_short(report: Report) -> Iterable[Table | Text]:
+def _in_short(report: Report) -> Iterable[RenderableType]:
     """The four answers."""
     flops, moved, roof, memory = report.flops, report.bytes, report.roofline, report.memory
-    at_least = "≥ " if report.lower_bound else ""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    ratio = f" · work ratio {flops.work_ratio:.2f} ≤ 5" if flops.work_ratio else ""
+    products = f", {units.share(flops.matmul, flops.total)} in matrix products" if flops.total else ""
     per_token = f", {units.flops(flops.per_token)} a token" if flops.per_token else ""
-    table.add_row(
-        "computes",
-        f"{at_least}{units.flops(flops.total)}, {units.share(flops.matmul, flops.total)} in matrix products{per_token}",
-    )
+    table.add_row("computes", f"{_at_least(flops)}{units.flops(flops.total)}{products}{per_token}")
     parts = [f"{name} {units.flops(flops[name])}" for name in ("forward", "recompute", "backward", "optimizer")
              if flops[name]]  # fmt: skip
-    table.add_row("", Text(" · ".join(parts) + ratio, style="dim"))
+    if parts:
+        table.add_row("", Text(" · ".join(parts), style="dim"))
+    if flops.work_ratio:
+        told = f"gradient work / forward {flops.work_ratio:.2f} (Baur-Strassen bound 5; recompute apart)"
+        table.add_row("", Text(told, style="dim"))
     table.add_row(
         "moves",
-        f"{at_least}{units.gb(moved.unfused)} unfused, {units.gb(moved.fused)} with elementwise chains fused "
-        f"({units.share(moved.fusion_removes, moved.unfused)} less)",
+        f"{_at_least(moved)}{units.gb(moved.unfused)} unfused, {units.gb(moved.fused)} with elementwise chains fused "
+        f"({units.share(moved.fusion_removes, moved.unfused) if moved.unfused else '0 %'} less)",
     )
-    compute = units.share(roof.compute_bound_s, roof.bound_s)
+    compute = units.share(roof.compute_bound_s, roof.bound_s) if roof.bound_s else "0 %"
     table.add_row(
         "bound",
-        f"{at_least}{units.duration(roof.bound_s)} unfused ({compute} of it by arithmetic, the rest by memory), "
-        f"{units.duration(roof.bound_fused_s)} fused",
+        f"{_at_least(roof)}{units.duration(roof.bound_s)} unfused ({compute} of it by arithmetic, the rest by memory), "
+        f"{units.duration(roof.bound_fused_s)} fused{_missing_peak(report)}",
     )
     table.add_row("memory", _memory_line(memory))
     if report.params.count is not None:
-        frozen = report.params.count - report.params.trainable
-        frozen_note = f", {frozen:,} of them frozen" if frozen else ""
-        table.add_row(
-            "parameters", f"{report.params.count:,} (tied once{frozen_note}), {units.gb_gib(report.params.bytes)}"
-        )
+        table.add_row("parameters", _parameters(report.params))
     yield Text("")
     yield table
+
+
+def _at_least(part: Section) -> str:
+    """The mark of a lower bound: each figure has its own reason to be one."""
+    return "≥ " if part.lower_bound else ""
+
+
+def _missing_peak(report: Report) -> str:
+    """Why the bound is a lower one where every formula is known."""
+    dtypes = list(dict.fromkeys(units.short_dtypes(name.partition(" ")[0]) for name in report.roofline.unknown_roofs))
+    return f"; ≥: no {' and no '.join(dtypes)} peak is known for {report.device.name}" if dtypes else ""
+
+
+def _parameters(params: Section) -> str:
+    frozen = params.count - (params.count if params.trainable is None else params.trainable)
+    text = f"{params.count:,}" + (f" ({frozen:,} of them frozen)" if frozen else "")
+    return f"{text}, {units.gb_gib(params.bytes)}" if params.count else "none"
 
 
 def _memory_line(memory: Section) -> Text:
@@ -149,7 +171,7 @@ def _memory_line(memory: Section) -> Text:
     return text.append(f"; at {' · '.join(where) or 'its start'}")
 
 
-def _findings(report: Report) -> Iterable[Table | Text]:
+def _findings(report: Report) -> Iterable[RenderableType]:
     if not report.findings:
         yield heading("FINDINGS", "none of the rules checked found anything")
         return
@@ -175,12 +197,7 @@ def _saving(saving: Section) -> str:
     return f"  ({', '.join(parts)}; {saving.evidence})" if parts else ""
 
 
-def _next(report: Report, saved_as: str | None) -> Iterable[Text]:
+def _next(report: Report, otherwise: str) -> Text:
     """The command that most likely comes next."""
-    if report.findings:
-        command = f"rooftile explain {report.findings[0].code}"
-    elif saved_as is None:
-        command = f"rooftile audit {report.target.name} --device {report.device.name} --json report.json"
-    else:
-        command = f"rooftile show {saved_as}"
-    yield Text.assemble("\nNext: ", (command, "bold"))
+    command = f"rooftile explain {report.findings[0].code}" if report.findings else otherwise
+    return Text.assemble("\nNext: ", (command, "bold"))

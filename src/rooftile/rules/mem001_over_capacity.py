@@ -53,7 +53,7 @@ def _check(context: Context) -> list[Finding]:
 def _response(context: Context, fitting: list[_Change], best: _Change | None, visible: int) -> str:
     if fitting:
         listed = "; ".join(f"{c.label} (peak {gb(c.peak_bytes)})" for c in fitting)
-        return f"any one of these fits, found by auditing with it: {listed}"
+        return f"{'this fits' if len(fitting) == 1 else 'any one of these fits'}, found by auditing with it: {listed}"
     parts = ["no single change that was tried fits"]
     if best is not None:
         parts.append(f"nearest: {best.label} (peak {gb(best.peak_bytes)})")

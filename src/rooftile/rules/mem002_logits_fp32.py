@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rooftile._units import gb, plural, share
 from rooftile.capture.trace import Storage
+from rooftile.ledgers.materialized import operator_name
 from rooftile.ledgers.memory import memory
 from rooftile.rules.finding import Context, Finding, Rule, Saving
 
@@ -13,6 +14,9 @@ __all__ = ["RULE"]
 
 #: A finding needs logits that matter: this share of the peak.
 _SHARE_OF_PEAK = 0.02
+#: Parts of the names of the operators that turn logits into probabilities; a fused cross entropy has its own.
+_NORMALISERS = ("softmax", "logsumexp", "cross_entropy")
+_PASSED_THROUGH = ("view", "copy", "elementwise")
 #: Outputs with fewer classes are no logits over a vocabulary.
 _VOCABULARY = 1000
 
@@ -20,7 +24,7 @@ _VOCABULARY = 1000
 def _check(context: Context) -> list[Finding]:
     trace, ledger = context.trace, context.ledgers.memory
     logits = _logits(trace.storages)
-    if logits is None:
+    if logits is None or not _reaches_a_softmax(context, logits.id):
         return []
     elements = _elements(logits)
     copies = [s for s in trace.storages if s.dtype == "float32" and s.born >= 0 and _is_copy(s, elements)]
@@ -55,6 +59,22 @@ def _logits(storages: Sequence[Storage]) -> Storage | None:
     """The largest output of the model over a vocabulary; None where it has none."""
     outputs = [s for s in storages if s.role == "logits_loss" and s.name == "output" and _is_vocabulary(s.shape)]
     return max(outputs, key=_elements, default=None)
+
+
+def _reaches_a_softmax(context: Context, logits: int) -> bool:
+    """Whether the loss normalises them; an output that an MSE compares is as large and no logits.
+
+    Casts, slices, temperatures and caps may stand between: what only moves or scales them is followed.
+    """
+    reached = {logits}
+    for op, cost in zip(context.trace.ops, context.costs, strict=True):
+        if op.phase != "forward" or reached.isdisjoint(op.inputs):
+            continue
+        if any(word in operator_name(op.call.operator) for word in _NORMALISERS):
+            return True
+        if cost is not None and cost.family in _PASSED_THROUGH:
+            reached.update(op.outputs)
+    return False
 
 
 def _is_vocabulary(shape: tuple[int, ...]) -> bool:

@@ -7,9 +7,11 @@ import pkgutil
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import cast
 
 from rooftile._names import unknown_name
-from rooftile.rules.finding import FAMILIES, Context, Finding, Rule
+from rooftile.errors import UsageError
+from rooftile.rules.finding import FAMILIES, Context, Family, Finding, Rule
 
 __all__ = ["all_rules", "check_all", "matches", "rule", "select_rules"]
 
@@ -40,9 +42,15 @@ def rule(code: str) -> Rule:
 def select_rules(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Rule, ...]:
     """The rules of ``select`` (all if empty) without those of ``ignore``, each a code or a family.
 
-    Raises UsageError for a word that is neither.
+    Raises UsageError for a word that is neither, and for a family in ``select`` that has no rule.
     """
     chosen, left_out = [_checked(word) for word in select], [_checked(word) for word in ignore]
+    for word in chosen:
+        if not any(matches(r.code, word) for r in all_rules()):
+            has = ", ".join(dict.fromkeys(r.family for r in all_rules()))
+            raise UsageError(
+                f"the family {word} ({FAMILIES[cast(Family, word)]}) has no rules; those with rules are {has}"
+            )
     return tuple(
         r
         for r in all_rules()
