@@ -210,7 +210,7 @@ def test_a_step_that_does_nothing_has_no_dash_and_no_blank_line_among_its_answer
 
 
 def test_what_a_devices_data_remark_stands_in_the_header() -> None:
-    assert "Device: one process sees one of the package's two devices" in shown(_audit.audit("gpt2", "mi250x", seq=16))
+    assert "Device: figures of one of the package's 2 devices" in shown(_audit.audit("gpt2", "mi250x", seq=16))
     assert "Device:" not in shown(_audit.audit("gpt2", "h100-sxm", seq=16))
 
 

@@ -112,7 +112,11 @@ _KV_CACHE = {
     "head_dim": _Maybe(_WHOLE), "batch": _WHOLE, "tokens": _WHOLE, "dtype": _TEXT, "evidence": _TEXT,
     "captured_dtype?": _Maybe(_TEXT),
 }  # fmt: skip
+_SCALED = {
+    "role": _TEXT, "format": _TEXT, "block": _TEXT, "count": _WHOLE, "code_bytes": _WHOLE, "scale_bytes": _WHOLE,
+}  # fmt: skip
 _PRECISION = {
+    "scaled?": _Many(_SCALED),
     "policy": _TEXT, "policy_evidence": _TEXT,
     "roles": _Many({"role": _TEXT, "dtypes": _Table(_WHOLE), "bytes": _WHOLE}),
     "families": _Many({"family": _TEXT} | dict.fromkeys(("storage", "product", "accumulate", "output"), _SLOT)),
