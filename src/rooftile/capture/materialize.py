@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rooftile.capture.options import CaptureOptions
 from rooftile.capture.step import Step
 from rooftile.errors import UsageError
-from rooftile.lowp.conversion import convert as convert_linears
 
 __all__ = [
     "KV_CACHE_ARGUMENTS",
@@ -74,7 +73,9 @@ def scale_linears(model: nn.Module, precision: str) -> str | None:
     """Exchange the linear layers for block-scaled ones where the precision says so; a note on what was exchanged."""
     if precision not in _SCALED:
         return None
-    done = convert_linears(model, _SCALED[precision])
+    from rooftile.lowp.conversion import convert  # with its kernels, for FP8 alone
+
+    done = convert(model, _SCALED[precision])
     kept = ", ".join(f"{path} ({reason})" for path, reason in done.kept[:3])
     more = f" and {len(done.kept) - 3} more" if len(done.kept) > 3 else ""
     return f"{len(done.converted)} linear layers in FP8, recipe {done.recipe}; kept: {kept or 'none'}{more}"

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from rooftile.cli.options import DeviceFileOption, DeviceOption, JsonOption, chosen_device, complete_target
-from rooftile.cli.output import STDOUT, check_distinct, check_writable, progress, typed_again, write_file
+from rooftile.cli.output import (
+    STDOUT,
+    check_distinct,
+    check_writable,
+    no_collection,
+    progress,
+    typed_again,
+    write_file,
+)
 from rooftile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -106,7 +114,7 @@ def audit(
         )
         if value is not None
     }  # fmt: skip
-    with progress() as say:
+    with progress() as say, no_collection():
         say("loading torch")
         from rooftile._audit import audit as run_audit
 
