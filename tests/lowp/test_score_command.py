@@ -66,3 +66,14 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(
     err = capsys.readouterr().err
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_input_is_never_overwritten(link: bool, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, target = file.read_bytes(), file
+    if link:
+        target = file.with_name("link.pt")
+        target.symlink_to(file)
+    assert run(["score", str(file), "--json", str(target)]) == 2
+    assert "is the file to read" in capsys.readouterr().err
+    assert file.read_bytes() == before
