@@ -26,7 +26,7 @@ class MasterWeights:
     between steps nothing is alive but the masters and the optimizer's state. Parameters that are FP32 already are
     handed to the optimizer as they are. A learning-rate scheduler takes ``masters.optimizer``.
 
-    Gradients *move*: once the masters have them, the model's 16-bit ones are gone, so only the masters' can be clipped::
+    Gradients *move*: once the masters have them, the model's 16-bit ones are gone. Clip the masters'::
 
         loss.backward()
         masters.clip_grad_norm_(1.0)                 # not the model's parameters
