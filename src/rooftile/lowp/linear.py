@@ -162,8 +162,8 @@ class BlockScaledLinear(nn.Module):
     product.
 
     Raises:
-        UsageError: an unknown recipe, sizes below 1, an input that is not floating or of another width, a backward pass with
-            ``create_graph=True`` (there is no second derivative).
+        UsageError: an unknown recipe, sizes below 1, an input that is not floating or of another width, a backward pass
+            with ``create_graph=True`` (there is no second derivative).
     """
 
     weight: Tensor
