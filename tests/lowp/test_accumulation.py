@@ -80,3 +80,16 @@ def test_bad_input_gets_one_sentence() -> None:
         lowp.simulate_matmul(ones, ones, "fp3")
     with pytest.raises(UsageError, match="whole groups"):
         lowp.ACCUMULATORS["hopper-fp8"].promoted(100)
+
+
+@pytest.mark.parametrize("name", ["fp32", "hopper-fp8", "hopper-fp8-unpromoted"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_sum_beyond_fp32_is_infinite_and_the_reading_counts_it(name: str, sign: float) -> None:
+    a = torch.tensor([[3e38 * sign, 3e38 * sign], [1.0, 1.0]])
+    result = lowp.simulate_matmul(a, torch.ones(1, 2), name)
+    assert result.values.flatten().tolist() == [sign * float("inf"), 2.0]
+    assert "1 of 2 results are not finite" in result.reading
+    assert "nan" not in result.reading
+    assert result.max_error == 0.0
+    lost = lowp.simulate_matmul(torch.tensor([[float("inf"), 1.0]]), torch.ones(1, 2), name)
+    assert "no error can be given" in lost.reading

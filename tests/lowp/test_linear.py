@@ -247,3 +247,63 @@ def test_bad_input_gets_one_sentence(make: object, words: str) -> None:
     with pytest.raises(UsageError) as raised:
         make()  # type: ignore[operator]
     assert words in str(raised.value)
+
+
+def delayed_run(checkpointed: bool, reentrant: bool = False, micro: int = 1) -> list[torch.Tensor]:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layer = lowp.BlockScaledLinear(32, 32, recipe="fp8-delayed")
+    seen = []
+    for step in range(3):
+        losses = []
+        for part in range(micro):
+            x = torch.randn(8, 32) * (1 + 3 * step + part)
+            x.requires_grad_()
+            y = checkpoint(layer, x, use_reentrant=reentrant) if checkpointed else layer(x)
+            losses.append(y.square().sum())
+            seen += [y.detach(), x]
+        sum(losses).backward()
+        with torch.no_grad():
+            layer.weight.mul_(1.5)
+    return [*(t.grad if t.requires_grad else t for t in seen), layer.weight.grad, *layer.buffers()]
+
+
+@pytest.mark.parametrize(("reentrant", "micro"), [(False, 1), (False, 3), (True, 1)])
+def test_checkpointing_a_delayed_layer_changes_no_bit(reentrant: bool, micro: int) -> None:
+    plain, recomputed = delayed_run(False, micro=micro), delayed_run(True, reentrant, micro)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad", "no tokens"])
+def test_what_is_no_training_leaves_the_histories_alone(how: str) -> None:
+    layer = lowp.BlockScaledLinear(8, 8, recipe="fp8-delayed")
+    layer(torch.randn(4, 8)).sum().backward()
+    before = [b.clone() for b in layer.buffers()]
+    assert int((layer.amax_input.amaxes != 0).sum()) == 1
+    if how == "eval":
+        layer.eval()
+        layer(torch.randn(4, 8) * 9).sum().backward()
+    elif how == "no_grad":
+        with torch.no_grad():
+            layer(torch.randn(4, 8) * 9)
+    else:
+        assert layer(torch.randn(0, 8, requires_grad=True)).shape == (0, 8)
+        layer(torch.randn(0, 8, requires_grad=True)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))
+
+
+def test_a_second_derivative_and_recipes_by_string_are_refused() -> None:
+    layer = lowp.BlockScaledLinear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(UsageError, match="no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(UsageError, match="input is 'tensor'; give a Recipe"):
+        lowp.LayerRecipe("mine", "tensor", "tensor", "tensor")  # type: ignore[arg-type]
+
+
+def test_converting_twice_is_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    lowp.convert(model)
+    with pytest.raises(UsageError, match="2 layers of the model are block-scaled already"):
+        lowp.convert(model)

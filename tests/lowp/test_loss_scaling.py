@@ -172,3 +172,45 @@ def test_bad_use_gets_one_sentence() -> None:
     half(torch.ones(1, 4).half()).float().sum().backward()
     with pytest.raises(UsageError, match="MasterWeights"):
         scaler(half).unscale_(plain)
+
+
+def test_clipping_masters_between_unscale_and_step_bounds_the_update() -> None:
+    model = nn.Linear(4, 1, bias=False).half()
+    nn.init.zeros_(model.weight)
+    masters = lowp.MasterWeights(model.parameters(), lambda p: torch.optim.SGD(p, lr=1.0))
+    scaling = scaler(model, initial=16.0)
+    scaling.scale(model(torch.full((1, 4), 8.0).half()).float().sum()).backward()
+    scaling.unscale_(masters)
+    assert model.weight.grad is None
+    assert float(masters.clip_grad_norm_(1.0)) == 16.0
+    assert scaling.step(masters)
+    assert float(model.weight.detach().float().norm()) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_fused_optimizers_skipped_step_is_told_although_no_parameter_is_watched() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight], lr=0.1, fused=True)
+    scaling = lowp.LossScaler([], device="cpu", initial=2.0)
+    scaling.scale((weight * math.inf).sum()).backward()
+    assert scaling.step(optimizer) is False
+    scaling.update()
+    assert len(scaling.skipped) == 1
+    assert torch.equal(weight, torch.ones(2))
+
+
+def test_misuse_of_a_scaler_gets_one_sentence() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match="device is 'gpu'"):
+        lowp.LossScaler(model.named_parameters(), device="gpu")
+    with pytest.raises(UsageError, match="growth_interval is 0"):
+        scaler(model, growth_interval=0)
+    scaling = scaler(model)
+    with pytest.raises(UsageError, match="'engine' and 'steps'"):
+        scaling.load_state_dict({})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaling.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(UsageError, match="LBFGS"):
+        scaling.step(torch.optim.LBFGS(model.parameters()))
+    scaling.step(optimizer)
+    with pytest.raises(UsageError, match="twice"):
+        scaling.step(optimizer)

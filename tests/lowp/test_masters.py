@@ -133,3 +133,53 @@ def test_bad_input_gets_one_sentence() -> None:
     state = lowp.MasterWeights([ones(3)], sgd(0.1)).state_dict()
     with pytest.raises(UsageError, match=r"shapes \[\(3,\)\]"):
         lowp.MasterWeights([ones(4)], sgd(0.1)).load_state_dict(state)
+
+
+def test_clipping_the_masters_bounds_the_update_and_the_model_keeps_no_stale_gradient() -> None:
+    weight = ones(4)
+    masters = lowp.MasterWeights([weight], sgd(1.0))
+    pull(weight, 8.0)
+    assert float(masters.clip_grad_norm_(1.0)) == 16.0
+    assert weight.grad is None
+    masters.step()
+    assert torch.equal(weight.float(), torch.full((4,), 0.5))
+    assert [p.dtype for p in masters.parameters()] == [torch.float32]
+
+
+def test_gradients_of_a_later_backward_are_added_and_zero_grad_drops_taken_ones() -> None:
+    weight = ones(4)
+    masters = lowp.MasterWeights([weight], sgd(0.125))
+    for _ in range(2):
+        pull(weight)
+        masters.take_gradients()
+    pull(weight)
+    masters.step()
+    assert torch.equal(weight.float(), torch.full((4,), 1 - 3 * 0.125))
+    pull(weight)
+    masters.take_gradients()
+    masters.zero_grad()
+    assert not masters.has_gradients
+
+
+def test_refresh_keeps_weights_that_were_loaded_into_the_model() -> None:
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    masters = lowp.MasterWeights(model.parameters(), sgd(0.5))
+    model.load_state_dict({"weight": torch.full((1, 2), 8.0)})
+    masters.refresh()
+    pull(model.weight)
+    masters.step()
+    assert torch.equal(model.weight.float(), torch.full((1, 2), 7.5))
+
+
+def test_misuse_gets_one_sentence_and_changes_nothing() -> None:
+    model = nn.Linear(2, 1).bfloat16()
+    with pytest.raises(UsageError, match="not named_parameters"):
+        lowp.MasterWeights(model.named_parameters(), sgd(0.1))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not the optimizer itself"):
+        lowp.MasterWeights(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="LBFGS"):
+        lowp.MasterWeights(model.parameters(), torch.optim.LBFGS)
+    masters = lowp.MasterWeights([ones(2)], sgd(0.1))
+    with pytest.raises(UsageError, match="no 'optimizer'"):
+        masters.load_state_dict({"masters": [torch.zeros(2)]})
+    assert torch.equal(masters.parameters()[0], torch.ones(2))

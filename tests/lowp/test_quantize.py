@@ -295,3 +295,23 @@ def test_a_scaled_tensor_refuses_scales_that_are_no_powers_of_two_and_shapes_tha
         lowp.ScaledTensor(good.codes, torch.ones(2, 3), good.recipe)
     with pytest.raises(UsageError, match="codes are"):
         lowp.ScaledTensor(good.codes.view(torch.uint8), good.block_scale, good.recipe)
+
+
+@pytest.mark.parametrize("name", [n for n in lowp.RECIPES if n != "delayed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_finite_values_stay_finite(name: str, dtype: torch.dtype, path: str) -> None:
+    top = torch.finfo(torch.float32).max
+    x = torch.linspace(0.9, 1.0, 256, dtype=dtype)[None] * top
+    back = lowp.quantize(x, name).dequantize()
+    assert back.isfinite().all()
+    assert float((back.double() / x.double() - 1).abs().max()) < 0.26
+    row = lowp.score(x, [name]).rows[0]
+    error = (back.double() - x.double()).square().sum() / x.double().square().sum()
+    assert row.snr_db == pytest.approx(float(-10 * error.log10()), abs=0.01)
+
+
+def test_an_empty_tensor_leaves_a_history_alone() -> None:
+    history = lowp.AmaxHistory(4)
+    lowp.quantize(torch.ones(3), "delayed", history=history)
+    assert lowp.quantize(torch.zeros(0, 5), "delayed", history=history).shape == (0, 5)
+    assert history.amaxes.tolist() == [1.0, 0.0, 0.0, 0.0]

@@ -142,3 +142,29 @@ def test_bad_recipes_get_one_sentence(recipes: list[str]) -> None:
 def test_integers_are_refused() -> None:
     with pytest.raises(UsageError, match="int64"):
         lowp.score(torch.arange(4))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["nvfp4-1x16", "tensor"])
+def test_finite_values_in_a_block_that_a_nan_destroys_are_lost_as_dequantize_says(
+    bad: float, name: str, path: str
+) -> None:
+    x = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    x[1, 3], x[2, 39], x[1, 5] = bad, bad, 0.0
+    row = lowp.score(x, [name]).rows[0]
+    back = lowp.quantize(x, name).dequantize()
+    assert row.lost == int((x.isfinite() & ~back.isfinite()).sum())
+    assert row.lost == (15 + 7 if name == "nvfp4-1x16" else 0)
+    assert row.flushed == int((x.isfinite() & (x != 0) & (back == 0)).sum())
+    assert (row.max_error == 1.0) == (row.lost > 0 or row.flushed > 0)
+
+
+def test_a_reading_says_why_nothing_can_be_compared_and_what_is_not_finite() -> None:
+    x = torch.randn(4, 40)
+    assert "neither tensor nor row" in lowp.score(x, ["nvfp4-1x16"]).reading
+    assert "no recipe is finer than tensor" in lowp.score(x, ["tensor", "nvfp4-1x16"]).reading
+    assert "the tensor is empty" in lowp.score(x[:0]).reading
+    assert "all finite values are zero" in lowp.score(x * 0).reading
+    assert "none of the 160 values is finite" in lowp.score(x * float("nan")).reading
+    x[0, :2] = float("inf")
+    assert "(2 of 160 not finite)" in lowp.score(x).reading

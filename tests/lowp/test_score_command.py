@@ -66,3 +66,29 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(
     err = capsys.readouterr().err
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_input_is_never_overwritten(link: bool, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, target = file.read_bytes(), file
+    if link:
+        target = file.with_name("link.pt")
+        target.symlink_to(file)
+    assert run(["score", str(file), "--json", str(target)]) == 2
+    assert "is the file to read" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+def test_values_that_are_not_finite_are_told_and_a_tensor_of_nan_does_not_look_lossless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = float("nan")
+    torch.save({"some": torch.tensor([nan, float("inf"), 1.0]), "all": torch.full((4,), nan)}, tmp_path / "x.pt")
+    assert run(["score", str(tmp_path / "x.pt")]) == 0
+    some, rest = capsys.readouterr().out.split("all  ")
+    assert "2 of 3 not finite" in some
+    assert "nvfp4-1x16: 1 finite value becomes NaN" in some
+    assert "4 of 4 not finite" in rest
+    rows = [line.split() for line in rest.splitlines() if line.startswith("  tensor")]
+    assert rows[0][2:8] == ["-"] * 6
+    assert "none of the 4 values is finite" in rest

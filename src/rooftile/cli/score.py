@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from rooftile.errors import UsageError
 
 if TYPE_CHECKING:
     from rooftile.formats.tensor_files import StoredTensor
-    from rooftile.lowp.scoring import ScoreTable
+    from rooftile.lowp.scoring import RecipeScore, ScoreTable
 
 __all__ = ["register"]
 
@@ -52,6 +53,7 @@ def score(
     from rooftile.lowp.scoring import DEFAULT_RECIPES
     from rooftile.lowp.scoring import score as score_tensor
 
+    _refuse_overwriting(file, json)
     check_writable(json)
     names = DEFAULT_RECIPES if recipes is None else tuple(name.strip() for name in recipes.split(",") if name.strip())
     chosen = [recipe(name, format) for name in names]
@@ -74,6 +76,12 @@ def score(
         write_json(json, _as_dict(file, scored, unread))
 
 
+def _refuse_overwriting(file: str, json: str | None) -> None:
+    both = json is not None and json != STDOUT and os.path.exists(json) and os.path.exists(file)
+    if json is not None and both and os.path.samefile(file, json):
+        raise UsageError(f"--json {json} is the file to read; give the results a file of their own")
+
+
 def _whole(entry: StoredTensor) -> Any:
     """The tensor in memory: blocks go across the pieces that it is read in."""
     import math
@@ -93,7 +101,9 @@ def _whole(entry: StoredTensor) -> Any:
 def _print(file: str, scored: list[tuple[StoredTensor, ScoreTable]], unread: list[tuple[str, str]]) -> None:
     lines = [f"{file}: {len(scored):,} tensors scored", ""]
     for entry, found in scored[:_MOST]:
-        lines += [f"{entry.name}  {entry.dtype} {'x'.join(map(str, entry.shape)) or 'scalar'}", _table(found)]
+        title = f"{entry.name}  {entry.dtype} {'x'.join(map(str, entry.shape)) or 'scalar'}"
+        lines += ["  ".join(filter(None, [title, found.not_finite])), _table(found)]
+        lines += [f"  {row.recipe}: {_lost(row.lost)}" for row in found.rows if row.lost]
         lines += [f"  {found.reading}", ""]
     if len(scored) > _MOST:
         matter = [entry.name for entry, found in scored if found.finer_scales_matter]
@@ -108,14 +118,25 @@ def _print(file: str, scored: list[tuple[StoredTensor, ScoreTable]], unread: lis
 def _table(found: ScoreTable) -> str:
     rows = [
         (
-            f"  {row.recipe}", row.format.removeprefix("fp8_"), _share(row.flushed_share), _share(row.saturated_share),
-            f"{row.median_error:.2%}", f"{row.p99_error:.1%}", f"{row.max_error:.1%}",
-            f"{row.snr_db:.1f}", f"{row.bytes_per_value:.3f}",
+            f"  {row.recipe}", row.format.removeprefix("fp8_"), *(_figures(row) if row.nonzero else ["-"] * 6),
+            f"{row.bytes_per_value:.3f}",
         )
         for row in found.rows
     ]  # fmt: skip
     header = ("  recipe", "format", "flushed", "saturated", "median", "99 %", "max", "SNR dB", "bytes")
     return table(header, rows, left=2)
+
+
+def _lost(count: int) -> str:
+    what = "1 finite value becomes" if count == 1 else f"{count:,} finite values become"
+    return f"{what} NaN, with a value of the block that is not finite"
+
+
+def _figures(row: RecipeScore) -> list[str]:
+    return [
+        _share(row.flushed_share), _share(row.saturated_share), f"{row.median_error:.2%}", f"{row.p99_error:.1%}",
+        f"{row.max_error:.1%}", f"{row.snr_db:.1f}",
+    ]  # fmt: skip
 
 
 def _share(share: float) -> str:

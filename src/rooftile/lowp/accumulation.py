@@ -8,6 +8,7 @@ promotion the partial sum goes to an fp32 register every 128 terms and starts ag
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,7 +71,8 @@ class SimulatedProduct:
 
     Errors are relative to ``|A| |B|^T``, the natural scale of a sum: ``max_error``, ``mean_error``, and ``bias``, the
     mean with its sign, negative towards zero (truncation shrinks a sum). ``max_relative`` is against the exact value
-    itself, over the values above a thousandth of the largest.
+    itself, over the values above a thousandth of the largest. ``non_finite`` results (of an operand, or of an overflow)
+    are counted, and enter no error.
     """
 
     accumulator: str
@@ -81,13 +83,18 @@ class SimulatedProduct:
     mean_error: float
     bias: float
     max_relative: float
+    non_finite: int = 0
 
     @property
     def reading(self) -> str:
         """One line for a person."""
+        lost = f"{self.non_finite:,} of {self.values.numel():,} results are not finite"
+        if self.non_finite and self.non_finite == self.values.numel():
+            return f"{self.accumulator} over {self.terms:,} terms: {lost}, so no error can be given"
         return (
             f"{self.accumulator} over {self.terms:,} terms: error {self.mean_error:.2e} on average and "
             f"{self.max_error:.2e} at most of the sum of magnitudes; results are off by up to {self.max_relative:.2%}"
+            + (f"; {lost}" if self.non_finite else "")
         )
 
 
@@ -135,12 +142,16 @@ def _add_group(running: torch.Tensor, products: torch.Tensor, chosen: Accumulato
     exponent = torch.frexp(addends.abs().amax(dim=-1, keepdim=True)).exponent - 1
     step = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - chosen.format.fraction_bits)
     total = ((addends / step).trunc() * step).sum(-1)  # exact: integers below 2^20 times one power of two
-    return round_to(total, chosen.format, "toward-zero")
+    cut = round_to(total, chosen.format, "toward-zero")
+    # Cutting bits off never reaches Inf by itself; an exponent that the format has no code for does.
+    return torch.where(total.abs() >= 2.0 ** (chosen.format.max_exponent + 1), total.sign() * math.inf, cut)
 
 
 def _compared(chosen: Accumulator, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor) -> SimulatedProduct:
-    exact, scale = a @ b.t(), a.abs() @ b.abs().t()
-    error = values - exact
+    product, magnitudes = a @ b.t(), a.abs() @ b.abs().t()
+    finite = values.isfinite() & product.isfinite()
+    exact, scale = product[finite], magnitudes[finite]
+    error = values[finite] - exact
     relative = torch.where(scale > 0, error / scale, 0.0)
     large = exact.abs() > 1e-3 * exact.abs().max() if exact.numel() else exact.bool()
     against_itself = (error / exact).abs()[large]
@@ -148,9 +159,10 @@ def _compared(chosen: Accumulator, a: torch.Tensor, b: torch.Tensor, values: tor
         accumulator=chosen.name,
         terms=a.shape[1],
         values=values.float(),
-        exact=exact,
+        exact=product,
         max_error=float(relative.abs().max()) if relative.numel() else 0.0,
         mean_error=float(relative.abs().mean()) if relative.numel() else 0.0,
         bias=float((relative * exact.sign()).mean()) if relative.numel() else 0.0,
         max_relative=float(against_itself.max()) if against_itself.numel() else 0.0,
+        non_finite=int((~finite).sum()),
     )

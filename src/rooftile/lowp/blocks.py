@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-__all__ = ["any_nonfinite", "as_matrix", "block_amax", "grid_of", "resolve_block", "spread", "times_scales"]
+__all__ = ["any_nonfinite", "as_matrix", "block_amax", "grid_of", "largest", "resolve_block", "spread", "times_scales"]
 
 Block = tuple[int, int]
 
@@ -54,6 +54,11 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
         return torch.zeros(grid_of(x.shape, block), dtype=torch.float32, device=x.device)
     largest = _tiled(magnitude, block).amax(dim=(1, 3))
     return largest.clamp(max=torch.finfo(torch.float32).max).float() if x.dtype == torch.float64 else largest.float()
+
+
+def largest(amaxes: torch.Tensor) -> torch.Tensor:
+    """The largest of a grid of magnitudes, 0-dim; 0 of an empty one."""
+    return amaxes.amax() if amaxes.numel() else amaxes.new_zeros(())
 
 
 def any_nonfinite(x: torch.Tensor, block: Block) -> torch.Tensor:

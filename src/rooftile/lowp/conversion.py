@@ -77,6 +77,9 @@ def convert(model: nn.Module, recipe: str | LayerRecipe = "deepseek-v3", filter:
             kept.append((path, reason))
         else:
             chosen.append((path, module))
+    done = sum(isinstance(module, BlockScaledLinear) for module in model.modules())
+    if not chosen and done:
+        raise UsageError(f"nothing is left to convert: {done:,} layers of the model are block-scaled already")
     if not chosen:
         raise UsageError("the model has no linear layer to convert; pass a filter that chooses some")
     _refuse_shared(model, {id(module) for _, module in chosen})

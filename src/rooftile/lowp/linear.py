@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from rooftile.errors import UsageError
 from rooftile.formats.catalogue import get_format
-from rooftile.lowp.blocks import block_amax, resolve_block
-from rooftile.lowp.delayed import AmaxHistory
+from rooftile.lowp.blocks import block_amax, largest, resolve_block
+from rooftile.lowp.delayed import AmaxHistory, Pass, forward_amaxes, pass_of
 from rooftile.lowp.operators import block_arguments, quantize_matrix, requantize_transposed, scaled_mm
 from rooftile.lowp.recipes import LayerRecipe, Recipe, Role, layer_recipe
 from rooftile.lowp.scales import tensor_scale_of
@@ -38,12 +38,10 @@ class _Operand(NamedTuple):
     scale: Tensor
 
 
-def _quantize(x: Tensor, recipe: Recipe, history: AmaxHistory | None, role: Role) -> _Operand:
-    amax = tensor_scale = None
-    if recipe.history:
-        if history is None:
-            raise UsageError(f"recipe {recipe.name!r} needs an amax history; use BlockScaledLinear, which keeps one")
-        amax = history.advance(_amax(x))
+def _quantize(x: Tensor, recipe: Recipe, amax: Tensor | None, role: Role) -> _Operand:
+    tensor_scale = None
+    if recipe.history and amax is None:
+        raise UsageError(f"recipe {recipe.name!r} needs an amax history; use BlockScaledLinear, which keeps one")
     if recipe.tensor_scale:
         fmt, scale_format = get_format(recipe.format), get_format(recipe.scale_format)
         tensor_scale = tensor_scale_of(_amax(x), fmt, scale_format)
@@ -54,7 +52,7 @@ def _quantize(x: Tensor, recipe: Recipe, history: AmaxHistory | None, role: Role
 
 
 def _amax(x: Tensor) -> Tensor:
-    return block_amax(x, resolve_block((None, None), *x.shape)).amax()
+    return largest(block_amax(x, resolve_block((None, None), *x.shape)))
 
 
 def _multiply(a: _Operand, a_recipe: Recipe, b: _Operand, b_recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -66,11 +64,24 @@ def _multiply(a: _Operand, a_recipe: Recipe, b: _Operand, b_recipe: Recipe, dtyp
 
 
 class _Histories(NamedTuple):
-    """One history per role, where its recipe is delayed."""
+    """One history per role, where its recipe is delayed, and what this pass does to them."""
 
     input: AmaxHistory | None
     weight: AmaxHistory | None
     gradient: AmaxHistory | None
+    which: Pass
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The amaxes to scale both operands by, None where they are their own."""
+        if self.input is None and self.weight is None:
+            return None, None
+        return forward_amaxes((self.input, self.weight), (_amax(x), _amax(weight)), self.which)
+
+    def backward(self, dy: Tensor) -> Tensor | None:
+        """The same for the output's gradient."""
+        if self.gradient is None:
+            return None
+        return self.gradient.peek(_amax(dy)) if self.which == "peek" else self.gradient.advance(_amax(dy))
 
 
 class _ScaledProducts(torch.autograd.Function):
@@ -80,22 +91,28 @@ class _ScaledProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, recipe: LayerRecipe, histories: _Histories, dtype: torch.dtype
     ) -> Tensor:
-        a = _quantize(x, recipe.input, histories.input, "input")
-        b = _quantize(weight, recipe.weight, histories.weight, "weight")
+        amax_x, amax_weight = histories.forward(x, weight)
+        a = _quantize(x, recipe.input, amax_x, "input")
+        b = _quantize(weight, recipe.weight, amax_weight, "weight")
         kept_input = a if _keeps_codes(recipe) else (x,)
         kept_weight = b if recipe.weight.square else (weight,)
         ctx.save_for_backward(*kept_input, *kept_weight)
-        ctx.recipe, ctx.history = recipe, histories.gradient
+        ctx.recipe, ctx.histories = recipe, histories
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         return _multiply(a, recipe.input, b, recipe.weight, dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         recipe: LayerRecipe = ctx.recipe
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UsageError(
+                "a scaled layer has no second derivative; call backward without create_graph=True, or leave the layer "
+                "out of the conversion with a filter"
+            )
         tensors = ctx.saved_tensors
         at = 2 if _keeps_codes(recipe) else 1
         dx = dw = None
-        grad = _quantize(dy, recipe.gradient, ctx.history, "gradient")
+        grad = _quantize(dy, recipe.gradient, ctx.histories.backward(dy), "gradient")
         if ctx.needs_input_grad[0]:
             weight_t = _weight_transposed(tensors[at:], recipe)
             dx = _multiply(grad, recipe.gradient, weight_t, recipe.weight, ctx.input_dtype)
@@ -139,11 +156,14 @@ class BlockScaledLinear(nn.Module):
     """``y = x W^T + b`` with scaled low-precision products.
 
     ``weight`` (out_features, in_features) and ``bias`` are fp32 (or ``dtype``) parameters; the state dict is that of
-    ``nn.Linear``, plus ``amax_*`` histories under a delayed recipe. Input: any leading dimensions, last dimension
-    ``in_features``; output in the input's dtype, or autocast's where that is on. The bias is added after the product.
+    ``nn.Linear``, plus ``amax_*`` histories under a delayed recipe. These only grow in training with gradients on; a
+    pass that checkpointing computes again takes the scales of its first time. Input: any leading dimensions, last
+    dimension ``in_features``; output in the input's dtype, or autocast's where that is on. The bias is added after the
+    product.
 
     Raises:
-        UsageError: an unknown recipe, sizes below 1, an input that is not floating or of another width.
+        UsageError: an unknown recipe, sizes below 1, an input that is not floating or of another width, a backward pass
+            with ``create_graph=True`` (there is no second derivative).
     """
 
     weight: Tensor
@@ -199,8 +219,11 @@ class BlockScaledLinear(nn.Module):
         kind = x.device.type if x.device.type != "meta" else "cpu"  # on meta tensors an audit emulates the CPU's key
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
-        histories = _Histories(self.amax_input, self.amax_weight, self.amax_gradient)
         matrix = x.reshape(-1, self.in_features)
+        # No tokens, no maximum: nothing enters a history.
+        delayed = (self.amax_input, self.amax_weight, self.amax_gradient)
+        which = pass_of(self.training and matrix.shape[0] > 0) if any(delayed) else "peek"
+        histories = _Histories(*delayed, which)
         y: Tensor = _ScaledProducts.apply(matrix, self.weight, self.recipe, histories, dtype)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             y = y + self.bias.to(dtype)

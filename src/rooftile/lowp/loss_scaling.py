@@ -118,11 +118,12 @@ class LossScaler:
             scaler.scale(loss(batch) / len(micro_batches)).backward()
         for optimizer in optimizers:
             scaler.unscale_(optimizer)               # 1. before anything looks at the gradients
-            clip_grad_norm_(parameters, 1.0)         # 2. on true magnitudes
+            clip_grad_norm_(parameters, 1.0)         # 2. on true magnitudes, of what this optimizer updates
             scaler.step(optimizer)                   # 3. skipped where something is not finite
         scaler.update()                              # 4. once, after all of them
 
-    ``step`` unscales by itself where ``unscale_`` was not called. An optimizer may be a :class:`MasterWeights`.
+    ``step`` unscales by itself where ``unscale_`` was not called. An optimizer may be a :class:`MasterWeights`; line 2
+    is then ``masters.clip_grad_norm_(1.0)``: after line 1 the masters have the gradients and the model has none.
 
     Parameters
     ----------
@@ -146,6 +147,12 @@ class LossScaler:
     ) -> None:
         if not 0 < floor <= initial <= ceiling < math.inf:
             raise UsageError(f"floor {floor:g}, initial {initial:g} and ceiling {ceiling:g} have to rise in this order")
+        try:
+            torch.device(device)
+        except RuntimeError:
+            raise UsageError(f"device is {device!r}, which torch doesn't know; pass 'cuda' or 'cpu'") from None
+        if growth_interval < 1:
+            raise UsageError(f"growth_interval is {growth_interval}; the scale grows after 1 or more steps")
         if device == "cuda" and not torch.cuda.is_available():
             raise UsageError("GradScaler scales nothing where CUDA is not available; pass device='cpu'")
         self.engine = torch.amp.GradScaler(device, init_scale=initial, growth_interval=growth_interval)
@@ -155,7 +162,7 @@ class LossScaler:
         self._named = list(parameters)
         self._unscaled: set[int] = set()
         self._overflow: dict[str, int] = {}
-        self._overflowed: set[int] = set()
+        self._stepped: set[int] = set()
         self._skipping = False
         self._at_floor = 0
 
@@ -175,11 +182,15 @@ class LossScaler:
         Raises:
             UsageError: the second call for one optimizer in one update; FP16 gradients without master weights.
         """
+        if id(optimizer) in self._stepped:
+            raise UsageError("step was already called for this optimizer since the last update(); call update() first")
         if id(optimizer) in self._unscaled:
             raise UsageError("unscale_ was called twice for one optimizer since the last update(); call it once")
         if isinstance(optimizer, MasterWeights):
             optimizer.take_gradients()
         inner = _inner(optimizer)
+        if isinstance(inner, torch.optim.LBFGS):
+            raise UsageError("LBFGS calls a closure several times a step, which loss scaling can't; use another one")
         grads = [p.grad for group in inner.param_groups for p in group["params"] if p.grad is not None]
         if any(g.dtype == torch.float16 for g in grads):
             raise UsageError("the gradients are fp16, and divided by the scale they would vanish; use MasterWeights")
@@ -191,6 +202,8 @@ class LossScaler:
 
     def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> bool:
         """Take the step unless a gradient is not finite; whether it was taken. Unscales where that was not done."""
+        if id(optimizer) in self._stepped:
+            raise UsageError("step was called twice for one optimizer since the last update(); call update() between")
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
         stepped: list[None] = []
@@ -200,8 +213,10 @@ class LossScaler:
             self.engine.step(inner)
         finally:
             handle.remove()
+        self._stepped.add(id(optimizer))
         # A fused optimizer is called in any case and looks at the overflow itself.
-        taken = bool(stepped) and id(optimizer) not in self._overflowed
+        found = self.engine._found_inf_per_device(inner).values()  # the engine tells nobody else
+        taken = bool(stepped) and not any(float(each) for each in found)
         self._skipping |= not taken
         if isinstance(optimizer, MasterWeights):
             if taken:
@@ -223,7 +238,7 @@ class LossScaler:
         clamped = min(max(self.scale_value, self.floor), self.ceiling)
         if clamped != self.scale_value:
             self.engine.update(clamped)
-        self._overflow, self._overflowed, self._unscaled, self._skipping = {}, set(), set(), False
+        self._overflow, self._stepped, self._unscaled, self._skipping = {}, set(), set(), False
 
     @property
     def verdict(self) -> str:
@@ -239,22 +254,28 @@ class LossScaler:
         )
 
     def _note_overflow(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        own = {id(p) for group in _inner(optimizer).param_groups for p in group["params"]}
+        grads = {id(p): p.grad for group in _inner(optimizer).param_groups for p in group["params"]}
         if isinstance(optimizer, MasterWeights):
-            own |= {id(p) for p, _ in optimizer.pairs}
+            grads |= {id(p): master.grad for p, master in optimizer.pairs}
         for name, parameter in self._named:
-            if id(parameter) in own and parameter.grad is not None:
-                count = int((~torch.isfinite(parameter.grad)).sum())
+            grad = grads.get(id(parameter))
+            if grad is not None:
+                count = int((~torch.isfinite(grad)).sum())
                 if count:
                     self._overflow[name] = count
-                    self._overflowed.add(id(optimizer))
 
     def state_dict(self) -> dict[str, object]:
         """The engine's state and the count of steps; the record of skips is not kept."""
         return {"engine": self.engine.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            UsageError: a state that is not such a one; nothing is changed then.
+        """
+        if not state.get("engine") or "steps" not in state:
+            raise UsageError("the state has no 'engine' and 'steps'; give what LossScaler.state_dict returned")
         self.engine.load_state_dict(state["engine"])  # type: ignore[arg-type]
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rooftile.errors import UsageError
 from rooftile.formats.carrier import format_of
@@ -25,6 +25,14 @@ class MasterWeights:
     ``step()`` widens the 16-bit gradients, runs the optimizer on the masters and rounds the result into the model;
     between steps nothing is alive but the masters and the optimizer's state. Parameters that are FP32 already are
     handed to the optimizer as they are. A learning-rate scheduler takes ``masters.optimizer``.
+
+    Gradients *move*: once the masters have them, the model's 16-bit ones are gone. Clip the masters'::
+
+        loss.backward()
+        masters.clip_grad_norm_(1.0)                 # not the model's parameters
+        masters.step()
+
+    After weights were loaded into the model, call :meth:`refresh`, or the next step writes the old masters over them.
 
     Parameters
     ----------
@@ -51,7 +59,12 @@ class MasterWeights:
         keep: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
-        own = [p for p in parameters if p.requires_grad]
+        given = list(parameters)
+        if any(not isinstance(p, Tensor) for p in given):
+            raise UsageError("the parameters are not all tensors; pass model.parameters(), not named_parameters()")
+        if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError("optimizer has to make one: pass lambda p: torch.optim.AdamW(p), not the optimizer itself")
+        own = [p for p in given if p.requires_grad]
         if not own:
             raise UsageError("no parameter requires a gradient, so there is nothing to keep master weights of.")
         if rounding not in get_args(MasterRounding):
@@ -62,7 +75,10 @@ class MasterWeights:
         self.pairs = [(p, self._master(p)) for p in own if p.dtype in _SIXTEEN_BITS]
         masters = {id(p): m for p, m in self.pairs}
         self.optimizer = optimizer([masters.get(id(p), p) for p in own])
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise UsageError("LBFGS calls a closure several times a step, which masters don't support; use another one")
         self._others = [p for p in own if id(p) not in masters]
+        self._updated = [masters.get(id(p), p) for p in own]
         self._release()
 
     @staticmethod
@@ -71,25 +87,44 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Widen the model's gradients into the masters'; done by ``step`` unless it was done since the last one.
+        """Move the model's gradients to the masters, in FP32; done by ``step`` for those that were not moved yet.
 
-        Called apart where something has to see FP32 gradients before the update: unscaling, clipping.
+        Called apart where something has to see FP32 gradients before the update: unscaling, clipping. What a later
+        backward pass adds is added by the next call.
         """
         for parameter, master in self.pairs:
             if not self.keep and master.numel() != parameter.numel():
                 master.data = parameter.detach().float()
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            if parameter.grad is not None:
+                wide = parameter.grad.float()
+                master.grad = wide if master.grad is None else master.grad + wide
+                parameter.grad = None
 
     @property
     def has_gradients(self) -> bool:
         """Whether gradients were taken and not yet used or dropped."""
         return any(master.grad is not None for _, master in self.pairs)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates: the masters, and the FP32 parameters as they are. Clip these, not the model's."""
+        return list(self._updated)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Take the gradients and scale them to ``max_norm`` at most; the norm before. After ``unscale_``, if any."""
+        self.take_gradients()
+        return torch.nn.utils.clip_grad_norm_(self._updated, max_norm, norm_type)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the masters from the model's weights again: after ``model.load_state_dict`` without a masters' state."""
+        if self.keep:
+            for parameter, master in self.pairs:
+                master.copy_(parameter)
+
     @torch.no_grad()
     def step(self) -> None:
         """One update: gradients to FP32, the optimizer's step, masters rounded into the model's parameters."""
-        if not self.has_gradients:
-            self.take_gradients()
+        self.take_gradients()
         self.optimizer.step()
         self.write_back()
 
@@ -121,7 +156,8 @@ class MasterWeights:
                 master.data = master.data.new_empty(0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) the gradients of the model's own parameters."""
+        """Drop (or zero) the gradients of the model's own parameters; those that were taken are dropped."""
+        self.drop_gradients()
         for parameter in [*(p for p, _ in self.pairs), *self._others]:
             if set_to_none:
                 parameter.grad = None
@@ -138,8 +174,10 @@ class MasterWeights:
         """Continue from :meth:`state_dict`. The model's own weights are loaded with the model.
 
         Raises:
-            UsageError: another number of masters, or one of another shape; nothing is changed then.
+            UsageError: another number of masters, one of another shape, no optimizer's state; nothing is changed then.
         """
+        if "optimizer" not in state:
+            raise UsageError("the state has no 'optimizer'; give what MasterWeights.state_dict returned")
         saved = state.get("masters")
         expected = [tuple(p.shape) for p, _ in self.pairs] if self.keep else []
         found = [tuple(m.shape) for m in saved] if saved is not None else None

@@ -73,6 +73,7 @@ class NativeScore(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("signal", "noise", "largest_error")),
         ("errors", ctypes.c_int64 * ERROR_BINS),
     )
+    lost: int = 0  # no field: the core knows nothing of blocks that a NaN destroys
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from rooftile.formats.format import FloatFormat
 from rooftile.lowp import native
 from rooftile.lowp.blocks import any_nonfinite, block_amax, grid_of, resolve_block, times_scales
 from rooftile.lowp.recipes import Recipe
-from rooftile.lowp.scales import ScaleChoice, choice_of, least_exponent, scales_of_amax
+from rooftile.lowp.scales import ScaleChoice, choice_of, largest_exponent, least_exponent, scales_of_amax
 
 __all__ = ["block_arguments", "code_dtype", "decode_blocks", "quantize_matrix", "requantize_transposed", "scaled_mm"]
 
@@ -57,12 +57,14 @@ def quantize_matrix(
     choice = choice_of(fmt, scale_format, scale_rule)
     source = x if x.dtype in (torch.float32, torch.bfloat16, torch.float64) else x.float()
     source = source.contiguous()
+    done = False
     fused = amax is None and tensor_scale is None and block[0] * block[1] <= _FUSED_ELEMENTS
     if fused and choice.scale_format.bits in (8, 32) and native.available(source):
         codes, stored = native.quantize_blocks(
             source, choice.format, block, scale_rule, least_exponent(choice.scale_format)
         )
-    else:
+        done = scale_rule != "power-of-two-up" or not bool((stored > 2.0 ** largest_exponent(choice.format)).any())
+    if not done:  # also where the core, which knows no largest scale, has passed it
         codes, stored = _quantize_in_two_passes(source, block, choice, amax, tensor_scale)
     return codes.view(code_dtype(fmt)), stored
 

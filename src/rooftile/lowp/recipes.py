@@ -119,6 +119,10 @@ class LayerRecipe:
     saved_input: Literal["codes", "input"] = "input"
 
     def __post_init__(self) -> None:
+        for role in get_args(Role):
+            given = getattr(self, role)
+            if not isinstance(given, Recipe):
+                raise UsageError(f"recipe {self.name!r}: {role} is {given!r}; give a Recipe: lowp.recipe('tensor')")
         if self.saved_input not in ("codes", "input"):
             raise UsageError(f"recipe {self.name!r}: saved_input is {self.saved_input!r}; choose codes or input")
         if self.saved_input == "codes" and self.input.tensor_scale:

@@ -11,7 +11,7 @@ import torch
 from rooftile.errors import UsageError
 from rooftile.formats.carrier import check_float_tensor
 from rooftile.formats.catalogue import get_format
-from rooftile.lowp.blocks import as_matrix, block_amax, grid_of, resolve_block
+from rooftile.lowp.blocks import as_matrix, block_amax, grid_of, largest, resolve_block
 from rooftile.lowp.operators import block_arguments, code_dtype, decode_blocks, quantize_matrix
 from rooftile.lowp.recipes import Recipe, recipe
 from rooftile.lowp.scales import check_power_of_two, tensor_scale_of
@@ -104,7 +104,8 @@ def quantize(x: torch.Tensor, recipe_: str | Recipe, *, history: AmaxHistory | N
     Args:
         x: floating, any shape, strides and device (fp64 is multiplied in fp64). Its last dimension is the contraction.
         recipe_: a :class:`Recipe` or its name.
-        history: for a delayed recipe; the scale comes from it, and this tensor's amax enters it afterwards.
+        history: for a delayed recipe; the scale comes from it, and this tensor's amax enters it afterwards (nothing of
+            an empty tensor).
 
     Raises:
         UsageError: an integer, complex or sparse tensor, an unknown recipe, a delayed recipe without history.
@@ -117,10 +118,11 @@ def quantize(x: torch.Tensor, recipe_: str | Recipe, *, history: AmaxHistory | N
     matrix = as_matrix(x)
     amax = tensor_scale = None
     if history is not None:
-        amax = history.advance(block_amax(matrix, resolve_block((None, None), *matrix.shape)).amax())
+        own = largest(block_amax(matrix, resolve_block((None, None), *matrix.shape)))
+        amax = history.advance(own) if matrix.numel() else history.peek(own)
     if found.tensor_scale:
-        largest = block_amax(matrix, resolve_block((None, None), *matrix.shape))
-        tensor_scale = tensor_scale_of(largest, get_format(found.format), get_format(found.scale_format))
+        amaxes = block_amax(matrix, resolve_block((None, None), *matrix.shape))
+        tensor_scale = tensor_scale_of(amaxes, get_format(found.format), get_format(found.scale_format))
     codes, scales = quantize_matrix(
         matrix, *block_arguments(found), found.format, found.scale_format, found.scale_rule, amax, tensor_scale
     )

@@ -22,7 +22,15 @@ from rooftile.formats.format import FloatFormat
 from rooftile.formats.rounding import round_to
 from rooftile.lowp.recipes import ScaleRule
 
-__all__ = ["ScaleChoice", "Scales", "check_power_of_two", "least_exponent", "scales_of_amax", "tensor_scale_of"]
+__all__ = [
+    "ScaleChoice",
+    "Scales",
+    "check_power_of_two",
+    "largest_exponent",
+    "least_exponent",
+    "scales_of_amax",
+    "tensor_scale_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,11 @@ class ScaleChoice:
 def least_exponent(scale_format: FloatFormat) -> int:
     """Of a decode scale: what keeps 2^-e finite in fp32."""
     return max(scale_format.min_exponent, -126) if scale_format.zero else max(scale_format.min_exponent, -127)
+
+
+def largest_exponent(fmt: FloatFormat) -> int:
+    """Of a power-of-two decode scale: what keeps every value of the format, decoded, finite in fp32."""
+    return 127 - fmt.max_exponent
 
 
 def tensor_scale_of(amax: torch.Tensor, fmt: FloatFormat, scale_format: FloatFormat) -> torch.Tensor:
@@ -86,7 +99,8 @@ def scales_of_amax(amax: torch.Tensor, choice: ScaleChoice, tensor_scale: torch.
     if choice.rule == "power-of-two-up":
         saturates = amax.double() > torch.ldexp(torch.full_like(amax, fmt.max, dtype=torch.float64), exponent)
         exponent = exponent + saturates.int()
-    exponent = exponent.clamp(min=least_exponent(scale_format))
+    # Values above max times the largest scale saturate: rounded up they would be decoded to Inf.
+    exponent = exponent.clamp(min=least_exponent(scale_format), max=largest_exponent(fmt))
     stored = torch.where(zero, 1.0, _power_of_two(exponent))
     return Scales(stored, stored, torch.where(zero, 1.0, _power_of_two(-exponent)))
 

@@ -1,8 +1,9 @@
 """``score``: what every recipe would do to one tensor, and whether finer scales matter for it.
 
 The relative error of a value is ``|rounded - scaled| / |scaled|``, scaled being the value times its encode scale; one
-that is flushed to zero has error 1. Quantiles are read from counts with 256 bins a binade, so they are within 0.2 % of
-themselves; errors below 2^-24 count as 0.
+that is flushed to zero has error 1, and so has one that is lost: NaN with its block, where the format has no NaN.
+Quantiles are read from counts with 256 bins a binade, so they are within 0.2 % of themselves; errors below 2^-24 count
+as 0.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rooftile.formats.catalogue import get_format
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.rounding import round_to
 from rooftile.lowp import native
-from rooftile.lowp.blocks import as_matrix, block_amax, grid_of, resolve_block, times_scales
+from rooftile.lowp.blocks import any_nonfinite, as_matrix, block_amax, grid_of, resolve_block, spread, times_scales
 from rooftile.lowp.native import ERROR_BINS, NativeScore, ScoreTask
 from rooftile.lowp.recipes import Recipe, recipe
 from rooftile.lowp.scales import choice_of, scales_of_amax, tensor_scale_of
@@ -43,6 +44,9 @@ _FLUSHED_MATTERS = 0.001
 class RecipeScore:
     """One recipe's row. Counts are of elements; errors are relative, over the finite non-zero values.
 
+    ``lost``: finite values, zeros included, that become NaN because their block holds a NaN or Inf and the format has
+    no NaN, as in :meth:`ScaledTensor.dequantize`; they are neither flushed nor saturated.
+
     ``snr_db``: 10 log10 of the values' sum of squares over that of their errors; infinite where nothing is lost.
     """
 
@@ -58,6 +62,7 @@ class RecipeScore:
     max_error: float
     snr_db: float
     bytes_per_value: float
+    lost: int = 0
 
     @property
     def nonzero(self) -> int:
@@ -92,35 +97,53 @@ class ScoreTable:
     def finer_scales_matter(self) -> bool | None:
         """Whether the best finer recipe clearly beats the coarsest of the same format; None without a pair."""
         pair = self._pair
-        if pair is None:
+        if isinstance(pair, str):
             return None
         coarse, fine = pair
         fewer = coarse.flushed_share - fine.flushed_share >= _FLUSHED_MATTERS
-        return fewer or coarse.median_error > _MATTERS * fine.median_error
+        kept = coarse.lost - fine.lost >= _FLUSHED_MATTERS * coarse.total
+        return fewer or kept or coarse.median_error > _MATTERS * fine.median_error
 
     @property
-    def _pair(self) -> tuple[RecipeScore, RecipeScore] | None:
+    def _pair(self) -> tuple[RecipeScore, RecipeScore] | str:
+        """A coarse row and the best finer one of its format, or why there is none."""
         coarse = next((row for row in self.rows if row.recipe in ("tensor", "row")), None)
-        if coarse is None or not coarse.nonzero:
-            return None
+        if coarse is None:
+            return "neither tensor nor row is among the recipes, and a finer one is compared with these"
+        if not coarse.total:
+            return "the tensor is empty"
+        if coarse.non_finite == coarse.total:
+            return f"none of the {coarse.total:,} values is finite"
+        if not coarse.nonzero:
+            return "all finite values are zero, which every recipe keeps"
         finer = [
             row for row in self.rows if row.format == coarse.format and row.bytes_per_value > coarse.bytes_per_value
         ]
         if not finer:
-            return None
-        return coarse, min(finer, key=lambda row: (row.flushed + row.saturated, row.median_error))
+            return f"no recipe is finer than {coarse.recipe} and in its format, {coarse.format}"
+        return coarse, min(finer, key=lambda row: (row.flushed + row.saturated + row.lost, row.median_error))
+
+    @property
+    def not_finite(self) -> str:
+        """``2 of 3 not finite``; empty where all values are finite."""
+        row = self.rows[0]
+        return f"{row.non_finite:,} of {row.total:,} not finite" if row.non_finite else ""
 
     @property
     def reading(self) -> str:
         """One line for a person."""
         pair = self._pair
-        if pair is None:
-            return "no pair of a coarse and a finer recipe of one format to compare"
+        if isinstance(pair, str):
+            return f"finer scales can't be judged: {pair}"
         coarse, fine = pair
         figures = (
             f"{coarse.recipe} flushes {coarse.flushed_share:.2%} with median error {coarse.median_error:.2%}, "
             f"{fine.recipe} {fine.flushed_share:.2%} with {fine.median_error:.2%}"
         )
+        if self.not_finite:
+            figures += f" ({self.not_finite})"
+        if coarse.lost or fine.lost:
+            figures += f", {coarse.recipe} loses {coarse.lost:,} finite values to NaN, {fine.recipe} {fine.lost:,}"
         if self.finer_scales_matter:
             return f"finer scales matter here: {figures}"
         return f"finer scales don't matter here, one scale serves the whole tensor: {figures}"
@@ -158,6 +181,11 @@ def score(x: torch.Tensor, recipes: Iterable[str | Recipe] = DEFAULT_RECIPES) ->
     tasks = _tasks(matrix, found)
     on_core = native.available(matrix) and matrix.numel() > 0
     results = native.score_blocks(matrix, tasks) if on_core else [_score_with_torch(matrix, task) for task in tasks]
+    # The core knows nothing of blocks whose scale is NaN; formats without NaN have them, where a value is not finite.
+    results = [
+        _score_with_torch(matrix, task) if on_core and result.non_finite and task.format.nan_code is None else result
+        for task, result in zip(tasks, results, strict=True)
+    ]
     return ScoreTable(tuple(x.shape), tuple(_row(matrix, *pair) for pair in zip(tasks, results, strict=True)))
 
 
@@ -212,15 +240,19 @@ def _add_piece(
     wide = x if x.dtype == torch.float64 else x.float()
     counted = wide.isfinite() & (wide != 0)
     scaled = times_scales(torch.where(wide.isfinite(), wide, 0.0), encode, task.block).abs()
-    rounded = round_to(scaled, task.format)
+    lost = torch.zeros_like(counted)
+    if task.format.nan_code is None:
+        lost = spread(any_nonfinite(x, task.block), task.block, *x.shape)
+    rounded = torch.where(lost, 0.0, round_to(scaled, task.format))
     error = (rounded - scaled).abs()
     relative = torch.where(scaled == 0, 1.0, error / torch.where(scaled == 0, 1.0, scaled)).float()
     squares = torch.ones_like(wide, dtype=torch.float64)
     squares = times_scales(squares, decode.double().square(), task.block)
     result.zeros += int((wide == 0).sum())
     result.non_finite += int((~wide.isfinite()).sum())
-    result.flushed += int((counted & (rounded == 0)).sum())
-    result.saturated += int((counted & _beyond(scaled, task.format)).sum())
+    result.flushed += int((counted & ~lost & (rounded == 0)).sum())
+    result.lost += int((lost & wide.isfinite()).sum())
+    result.saturated += int((counted & ~lost & _beyond(scaled, task.format)).sum())
     result.signal += float((scaled.double().square() * squares)[counted].sum())
     result.noise += float((error.double().square() * squares)[counted].sum())
     errors = relative[counted]
@@ -256,6 +288,7 @@ def _row(x: torch.Tensor, task: ScoreTask, result: NativeScore) -> RecipeScore:
         max_error=result.largest_error,
         snr_db=snr,
         bytes_per_value=(codes + scales) / x.numel() if x.numel() else 0.0,
+        lost=result.lost,
     )
 
 
