@@ -353,3 +353,26 @@ def test_recipes_are_ranked_by_their_error_and_scaling_helps_small_tensors() -> 
         estimate_recipe(h, "fp16", 3.0)
     with pytest.raises(UsageError, match="scales only"):
         estimate_recipe(h, "e8m0")
+
+
+@pytest.mark.parametrize(
+    ("row", "fmt", "reason"),
+    [
+        ([math.inf, 1.0], "fp16", "NaN or +Inf among the logits"),
+        ([math.nan, 1.0], "bf16", "NaN or +Inf among the logits"),
+        ([-math.inf, -math.inf], "fp16", "a row that sees nothing"),
+        ([-math.inf, -math.inf], "e4m3fn", "a row that sees nothing"),
+        ([70000.0, 1.0], "fp16", "became Inf or NaN in storage"),
+    ],
+)
+def test_a_row_without_a_finite_softmax_is_told_with_its_reason(row: list[float], fmt: str, reason: str) -> None:
+    alone = softmax_in(torch.tensor([row]), fmt)
+    assert not alone.stable.isfinite().any()
+    assert reason in alone.reading
+    assert "direct form is finite" not in alone.reading
+    beside = softmax_in(torch.tensor([row, [0.0, 1.0]]), fmt)
+    assert "1 of 2 rows NaN in either form" in beside.reading
+    assert "the direct form is finite in the other 1 of 2 rows" in beside.reading
+    assert (beside.non_finite_rows + beside.masked_rows + beside.lost_rows, beside.direct_broken_rows) == (1, 0)
+    masked_in_part = softmax_in(torch.tensor([[0.0, -math.inf]]), "fp16")
+    assert "the direct form is finite;" in masked_in_part.reading
