@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 from fractions import Fraction
@@ -467,3 +468,58 @@ def test_a_file_without_tensors_or_floating_tensors_says_so(tmp_path: Path, caps
     assert "None of the file's 1 tensors is of a floating dtype" in ids
     assert "ids (int64)" in ids
     assert "flush" not in none + ids
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_refused_torch_file_never_repeats_the_advice_to_load_without_care(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"x": NotATensor()}, tmp_path / "code.pt")
+    (tmp_path / "pickle4.pt").write_bytes(pickle.dumps({"x": NotATensor()}, protocol=4))
+    (tmp_path / "text.pt").write_text("hello, this is text\n")
+    whole = (tmp_path / "code.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[:-30])
+    said = {name: out(capsys, "inspect", str(tmp_path / name), code=2) for name in
+            ("code.pt", "pickle4.pt", "text.pt", "cut.pt")}  # fmt: skip
+    for text in said.values():
+        assert one_sentence(text), text
+        for advice in ("weights_only", "site-packages", "UserWarning"):
+            assert advice not in text
+    assert "NotATensor" in said["code.pt"]
+    assert "is no torch checkpoint; " in said["text.pt"]
+    assert "is damaged" in said["cut.pt"]
+
+
+@pytest.mark.parametrize("kind", ["truncated", "short", "no_json", "shape", "entry"])
+def test_the_error_of_a_damaged_safetensors_file_says_what_to_do(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "; copy or download it again" in out(capsys, "inspect", str(write_corrupt(tmp_path, kind)), code=2)
+
+
+def test_the_error_of_a_damaged_npy_file_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "whole.npy", np.ones(100))
+    data = (tmp_path / "whole.npy").read_bytes()
+    for bad in (data[:-8], data[:20], b"x", data.replace(b"(100,)", b"(-99,)"), data.replace(b"(100,)", b"(100((")):
+        (tmp_path / "bad.npy").write_bytes(bad)
+        text = out(capsys, "inspect", str(tmp_path / "bad.npy"), code=2)
+        assert one_sentence(text), text
+        assert "; copy or download it again" in text
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy", "pt"])
+def test_an_empty_file_is_called_empty(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f"x.{suffix}").touch()
+    assert "is empty; " in out(capsys, "inspect", str(tmp_path / f"x.{suffix}"), code=2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_meta_tensors_of_a_file_are_listed_as_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    torch.save({"n": ragged, "m": torch.ones(3, device="meta")}, tmp_path / "m.pt")
+    text = out(capsys, "inspect", str(tmp_path / "m.pt"))
+    assert "n (float32): a nested tensor is not read" in text
+    assert "m (float32): on the meta device, without data" in text
+    assert "None of the file's 2 tensors could be counted" in text

@@ -97,9 +97,9 @@ def _report(found: FileInspection) -> str:
 def _nothing_counted(found: FileInspection) -> str:
     if not found.tensors:
         return "The file holds no tensors, so there is nothing to count."
-    return (
-        f"None of the file's {len(found.tensors):,} tensors is of a floating dtype that is read; nothing was counted."
-    )
+    if all(tensor.unread.startswith("no floating dtype") for tensor in found.tensors):
+        return f"None of the file's {len(found.tensors):,} tensors is of a floating dtype that is read."
+    return f"None of the file's {len(found.tensors):,} tensors could be counted."
 
 
 def _tensor_table(tensors: list[TensorInspection]) -> str:
