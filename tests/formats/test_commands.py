@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from rooftile.cli.main import run
+from rooftile.errors import UsageError
 from rooftile.formats import exponent_histogram, round_to
+from rooftile.formats.casting import parse_number
 from rooftile.formats.inspection import inspect_file
 from rooftile.formats.tensor_files import open_tensors
 
@@ -112,7 +116,7 @@ def test_directed_roundings_go_to_the_neighbours(capsys: pytest.CaptureFixture[s
         (("formats", "show", "e4m3"), "near matches: e4m3fn"),
         (("formats", "cast", "abc", "--to", "fp16"), "'abc' is no number"),
         (("formats", "cast", "2^x", "--to", "fp16"), "'2^x' is no number"),
-        (("formats", "cast", "1e99999999", "--to", "fp16"), "is no number"),
+        (("formats", "cast", "1e99999999", "--to", "fp16"), "is too large to be handled exactly"),
         (("formats", "cast", "1", "--to", ","), "names no format"),
         (("formats", "cast", "1", "--to", "fp17"), "no format is called 'fp17'"),
         (("formats", "cast", "1", "--to", "fp16", "--rounding", "stochastic"), "--rounding"),
@@ -291,6 +295,7 @@ def test_scale_formats_are_refused_by_inspect(tmp_path: Path, capsys: pytest.Cap
 
 RSS = """
 import resource, sys
+from rooftile.formats.casting import parse_number
 from rooftile.formats.inspection import inspect_file
 import torch
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -347,3 +352,174 @@ def test_progress_tells_the_share_and_the_tensor(tmp_path: Path) -> None:
     inspect_file(tmp_path / "m.safetensors", say=said.append)
     assert said == ["25% a", "100% b"]
     assert [t.unread for t in open_tensors(tmp_path / "m.safetensors")] == ["", ""]
+
+
+# --- The input is kept, and what goes wrong is said ---
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.npy", "m.pt"])
+def test_an_output_that_is_the_input_is_refused_and_the_input_stays(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if path.suffix == ".npy":
+        np.save(path, np.ones(3, dtype=np.float32))
+    elif path.suffix == ".pt":
+        torch.save({"w": torch.ones(3)}, path)
+    else:
+        save_file({"w": torch.ones(3)}, path)
+    before = path.read_bytes()
+    link = tmp_path / "link.svg"
+    link.symlink_to(path)
+    other_spelling = str(tmp_path / "." / ".." / tmp_path.name / name)
+    for option, target in (("--json", str(path)), ("--json", other_spelling), ("--json", str(link))):
+        text = out(capsys, "inspect", str(path), option, target, code=2)
+        assert one_sentence(text), text
+        assert "is the input itself" in text
+    assert "is the input itself" in out(capsys, "inspect", str(path), "--plot", str(link), code=2)
+    assert path.read_bytes() == before
+
+
+def test_json_and_plot_need_paths_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "x.npy", np.ones(3, dtype=np.float32))
+    target = str(tmp_path / "out.svg")
+    for verb in (("inspect", str(tmp_path / "x.npy")), ("formats",), ("formats", "show", "bf16")):
+        text = out(capsys, *verb, "--json", target, "--plot", target, code=2)
+        assert one_sentence(text), text
+        assert "--json and --plot are both" in text
+    assert not Path(target).exists()
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e309", "2^2000", "1e5000", "0x1p2000"])
+@pytest.mark.parametrize("overflow", ["ieee", "saturate"])
+def test_a_number_beyond_every_float_is_cast_into_every_format(
+    number: str, overflow: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [entry["name"] for entry in json.loads(out(capsys, "formats", "--json", "-"))["formats"]]
+    arguments = ("formats", "cast", "--to", ",".join(names), "--overflow", overflow)
+    casts = json.loads(out(capsys, *arguments, "--json", "-", "--", number))["casts"]
+    out(capsys, *arguments, "--", number)
+    sign = -1 if number.startswith("-") else 1
+    for one in casts:
+        if one["format"] == "e8m0" and sign < 0:
+            assert one["note"] == "no sign here"
+        elif overflow == "saturate":
+            assert one["note"] == "saturated"
+            assert one["value"] * sign > 0
+        else:
+            assert one["value"] in ("inf", "-inf", "nan")
+            assert one["note"] == f"overflow (saturates at {one['saturated']:g})"
+
+
+@pytest.mark.parametrize(
+    "number", ["1e999999999", "1e-999999999", "2^99999999", "1e4000^4000", "1e999999999^1", "0x1p9999", "7" * 5000]
+)
+def test_a_number_too_large_for_exact_arithmetic_is_called_that(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = out(capsys, "formats", "cast", number, "--to", "fp16", code=2)
+    assert one_sentence(text), text
+    assert "is too large to be handled exactly" in text
+    assert len(text) < 300
+
+
+def test_hexadecimal_numbers_are_read_exactly() -> None:
+    assert parse_number("0x1p2000") == 2**2000
+    assert parse_number("-0x1.8p3") == -12
+    assert parse_number("0x1.00000000000000001p0") == 1 + Fraction(1, 16**17)
+    assert math.copysign(1, parse_number("-0x0p0")) == -1
+    for wrong in ("0x", "0xp3", "0x1.2.3", "0xg"):
+        with pytest.raises(UsageError, match="is no number"):
+            parse_number(wrong)
+
+
+def test_an_unknown_format_lists_near_matches_only_if_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "formats", "show", "bogus", code=2)
+    assert "near matches" not in text
+    assert "names are fp64, fp32" in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_full_standard_output_is_one_sentence(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
+    for verb in (["inspect", str(tmp_path / "m.safetensors")], ["formats"], ["formats", "show", "bf16"]):
+        for more in ([], ["--json", "-"]):
+            with open("/dev/full", "w") as full:
+                command = [sys.executable, "-m", "rooftile.cli", *verb, *more]
+                done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            assert done.returncode == 2
+            assert one_sentence(done.stderr), done.stderr
+            assert "standard output can't be written" in done.stderr
+
+
+def test_control_characters_in_a_name_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a\nb\x1b[31m": torch.ones(3), "i\td": torch.arange(3)}, tmp_path / "m.pt")
+    text = out(capsys, "inspect", str(tmp_path / "m.pt"))
+    assert "a\\nb\\x1b[31m" in text
+    assert "i\\td (int64)" in text
+    assert "\x1b" not in text
+
+
+def test_a_file_without_tensors_or_floating_tensors_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"step": 3}, tmp_path / "none.pt")
+    torch.save({"ids": torch.arange(3)}, tmp_path / "ids.pt")
+    none, ids = (out(capsys, "inspect", str(tmp_path / name)) for name in ("none.pt", "ids.pt"))
+    assert "The file holds no tensors" in none
+    assert "None of the file's 1 tensors is of a floating dtype" in ids
+    assert "ids (int64)" in ids
+    assert "flush" not in none + ids
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_refused_torch_file_never_repeats_the_advice_to_load_without_care(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"x": NotATensor()}, tmp_path / "code.pt")
+    (tmp_path / "pickle4.pt").write_bytes(pickle.dumps({"x": NotATensor()}, protocol=4))
+    (tmp_path / "text.pt").write_text("hello, this is text\n")
+    whole = (tmp_path / "code.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[:-30])
+    said = {name: out(capsys, "inspect", str(tmp_path / name), code=2) for name in
+            ("code.pt", "pickle4.pt", "text.pt", "cut.pt")}  # fmt: skip
+    for text in said.values():
+        assert one_sentence(text), text
+        for advice in ("weights_only", "site-packages", "UserWarning"):
+            assert advice not in text
+    assert "NotATensor" in said["code.pt"]
+    assert "is no torch checkpoint; " in said["text.pt"]
+    assert "is damaged" in said["cut.pt"]
+
+
+@pytest.mark.parametrize("kind", ["truncated", "short", "no_json", "shape", "entry"])
+def test_the_error_of_a_damaged_safetensors_file_says_what_to_do(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "; copy or download it again" in out(capsys, "inspect", str(write_corrupt(tmp_path, kind)), code=2)
+
+
+def test_the_error_of_a_damaged_npy_file_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "whole.npy", np.ones(100))
+    data = (tmp_path / "whole.npy").read_bytes()
+    for bad in (data[:-8], data[:20], b"x", data.replace(b"(100,)", b"(-99,)"), data.replace(b"(100,)", b"(100((")):
+        (tmp_path / "bad.npy").write_bytes(bad)
+        text = out(capsys, "inspect", str(tmp_path / "bad.npy"), code=2)
+        assert one_sentence(text), text
+        assert "; copy or download it again" in text
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npy", "pt"])
+def test_an_empty_file_is_called_empty(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f"x.{suffix}").touch()
+    assert "is empty; " in out(capsys, "inspect", str(tmp_path / f"x.{suffix}"), code=2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_meta_tensors_of_a_file_are_listed_as_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    torch.save({"n": ragged, "m": torch.ones(3, device="meta")}, tmp_path / "m.pt")
+    text = out(capsys, "inspect", str(tmp_path / "m.pt"))
+    assert "n (float32): a nested tensor is not read" in text
+    assert "m (float32): on the meta device, without data" in text
+    assert "None of the file's 2 tensors could be counted" in text

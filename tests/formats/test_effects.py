@@ -14,11 +14,18 @@ from rooftile.formats import (
     apply_update,
     cancellation,
     collapsed_values,
+    decode,
+    encode,
     epsilon_in,
     exponent_histogram,
+    flushed,
+    loss_scale_window,
+    overflowed,
     rank_recipes,
     round_to,
     softmax_in,
+    spacing,
+    subnormal,
     swallowed_updates,
     through_loss_scale,
     updates_over_steps,
@@ -353,3 +360,103 @@ def test_recipes_are_ranked_by_their_error_and_scaling_helps_small_tensors() -> 
         estimate_recipe(h, "fp16", 3.0)
     with pytest.raises(UsageError, match="scales only"):
         estimate_recipe(h, "e8m0")
+
+
+@pytest.mark.parametrize(
+    ("row", "fmt", "reason"),
+    [
+        ([math.inf, 1.0], "fp16", "NaN or +Inf among the logits"),
+        ([math.nan, 1.0], "bf16", "NaN or +Inf among the logits"),
+        ([-math.inf, -math.inf], "fp16", "a row that sees nothing"),
+        ([-math.inf, -math.inf], "e4m3fn", "a row that sees nothing"),
+        ([70000.0, 1.0], "fp16", "became Inf or NaN in storage"),
+    ],
+)
+def test_a_row_without_a_finite_softmax_is_told_with_its_reason(row: list[float], fmt: str, reason: str) -> None:
+    alone = softmax_in(torch.tensor([row]), fmt)
+    assert not alone.stable.isfinite().any()
+    assert reason in alone.reading
+    assert "direct form is finite" not in alone.reading
+    beside = softmax_in(torch.tensor([row, [0.0, 1.0]]), fmt)
+    assert "1 of 2 rows NaN in either form" in beside.reading
+    assert "the direct form is finite in the other 1 of 2 rows" in beside.reading
+    assert (beside.non_finite_rows + beside.masked_rows + beside.lost_rows, beside.direct_broken_rows) == (1, 0)
+    masked_in_part = softmax_in(torch.tensor([[0.0, -math.inf]]), "fp16")
+    assert "the direct form is finite;" in masked_in_part.reading
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_like_sparse_ones(layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    ids = torch.nested.nested_tensor([torch.ones(2).int(), torch.ones(3).int()], layout=layout)
+    calls = [
+        lambda: round_to(x, "fp16"),
+        lambda: encode(x, "fp16"),
+        lambda: decode(ids, "fp16"),
+        lambda: spacing(x, "fp16"),
+        lambda: exponent_histogram(x),
+        lambda: softmax_in(x, "fp16"),
+        lambda: collapsed_values(x, "fp16"),
+        lambda: collapsed_values(ids, "fp16"),
+        lambda: accumulate(x, "fp16"),
+        lambda: swallowed_updates(x, x, "fp16"),
+        lambda: through_loss_scale(x, "fp16", 2.0),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="is a nested tensor; give"):
+            call()
+
+
+@pytest.mark.parametrize("scale", ["x", None, 0, -1.0, math.inf, math.nan, 1j])
+def test_a_scale_that_is_no_positive_number_is_refused(scale: object) -> None:
+    h = exponent_histogram(torch.ones(3))
+    for call in (flushed, subnormal, overflowed):
+        with pytest.raises(UsageError, match=r"encode_scale is .*; give a positive finite number"):
+            call(h, "fp16", scale)
+    with pytest.raises(UsageError, match="encode_scale is"):
+        through_loss_scale(torch.ones(3), "fp16", scale)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="eps is"):
+        epsilon_in(scale, "fp16")  # type: ignore[arg-type]
+    assert flushed(h, "fp16", np.float32(2.0**-25)).high == 3
+
+
+def test_steps_and_weight_decay_that_mean_nothing_are_refused() -> None:
+    w = torch.ones(3)
+    for steps in (1.5, 0, "2", math.nan):
+        with pytest.raises(UsageError, match=r"steps is .*; give a whole number"):
+            updates_over_steps(w, w, "bf16", steps)  # type: ignore[arg-type]
+    for decay in (math.nan, -1, math.inf, "x"):
+        with pytest.raises(UsageError, match="weight_decay is"):
+            swallowed_updates(w, w, "bf16", weight_decay=decay)  # type: ignore[arg-type]
+    assert swallowed_updates(w, w, "bf16", weight_decay=0).decay is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_ids_are_counted_as_signed_ones(dtype: torch.dtype) -> None:
+    ids = torch.arange(60_000, 60_512)
+    assert collapsed_values(ids.to(dtype), "bf16") == collapsed_values(ids, "bf16")
+    huge = torch.tensor([1, 2**63 + 5], dtype=torch.uint64)
+    with pytest.raises(UsageError, match=r"larger than 2\^53"):
+        collapsed_values(huge, "bf16")
+
+
+def test_histograms_add_up_with_sum() -> None:
+    one, two = exponent_histogram(torch.ones(3)), exponent_histogram(torch.full((2,), 5.0))
+    assert sum([one, two]) == one + two
+    for wrong in (1, "x", 0.5):
+        with pytest.raises(TypeError):
+            one + wrong
+        with pytest.raises(TypeError):
+            wrong + one
+
+
+def test_a_loss_scale_window_of_data_with_inf_says_so() -> None:
+    bad = loss_scale_window(exponent_histogram(torch.tensor([1.0, math.inf, -math.inf, math.nan])))
+    assert "every finite value" in bad.reading
+    assert "the data hold 2 Inf and 1 NaN, which no scale brings back" in bad.reading
+    assert (bad.infs, bad.nans) == (2, 1)
+    good = loss_scale_window(exponent_histogram(torch.ones(1)))
+    assert "Inf" not in good.reading
+    with pytest.raises(UsageError, match="1 Inf and no finite non-zero value"):
+        loss_scale_window(exponent_histogram(torch.tensor([math.inf, 0.0])))

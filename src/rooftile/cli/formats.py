@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from rooftile.cli.options import JsonOption
-from rooftile.cli.output import STDOUT, check_writable, next_command, write_json
+from rooftile.cli.output import STDOUT, check_distinct, check_writable, next_command, write_json
 from rooftile.cli.tables import table
 from rooftile.errors import UsageError
 from rooftile.formats.casting import Cast, cast_number
@@ -46,6 +46,7 @@ def formats(ctx: typer.Context, json: JsonOption = None, plot: PlotOption = None
         if json is not None or plot is not None:
             raise UsageError("--json and --plot belong after the name: rooftile formats show NAME --json PATH")
         return
+    check_distinct(json=json, plot=plot)
     check_writable(json)
     _draw_number_line(list(FORMATS.values()), plot)
     if json != STDOUT:
@@ -59,6 +60,7 @@ def formats(ctx: typer.Context, json: JsonOption = None, plot: PlotOption = None
 def show(name: FormatName, json: JsonOption = None, plot: PlotOption = None) -> None:
     """Show one format: fields, range, resolution, thresholds and special codes."""
     fmt = get_format(name)
+    check_distinct(json=json, plot=plot)
     check_writable(json)
     _draw_number_line([fmt], plot)
     if json != STDOUT:

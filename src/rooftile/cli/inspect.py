@@ -9,8 +9,16 @@ import typer
 
 from rooftile.cli.formats import PlotOption
 from rooftile.cli.options import JsonOption
-from rooftile.cli.output import STDOUT, check_writable, next_command, progress, write_json
-from rooftile.cli.tables import table
+from rooftile.cli.output import (
+    STDOUT,
+    check_distinct,
+    check_input_kept,
+    check_writable,
+    next_command,
+    progress,
+    write_json,
+)
+from rooftile.cli.tables import printable, table
 from rooftile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,13 +53,15 @@ def inspect(
     from rooftile.formats.plots import check_plot, save_plot, tensor_exponents
     from rooftile.formats.recipes import DEFAULT_FORMATS
 
+    check_input_kept(file, json=json, plot=plot)
+    check_distinct(json=json, plot=plot)
     check_writable(json)
     check_plot(plot)
     names = DEFAULT_FORMATS if formats is None else tuple(name.strip() for name in formats.split(",") if name.strip())
     if not names:
         raise UsageError("--formats names no format; give one or more, such as --formats fp16,e4m3fn")
     with progress() as say:
-        found = inspect_file(file, names, say)
+        found = inspect_file(file, names, lambda what: say(printable(what)))
     if plot is not None:
         save_plot(tensor_exponents(found.total, found.formats, found.path), plot)
     if json != STDOUT:
@@ -68,16 +78,28 @@ def _report(found: FileInspection) -> str:
         f"{found.path}: {found.nbytes / 1e9:,.3f} GB, {len(found.tensors):,} tensors, {len(counted):,} counted",
         "",
     ]
-    if counted:
+    if not counted:
+        lines += [_nothing_counted(found), ""]
+    else:
         lines += [_tensor_table(counted), "", _format_table(found), ""]
     if unread:
         lines.append("not counted:")
-        lines += [f"  {tensor.name} ({tensor.dtype}): {tensor.unread}" for tensor in unread]
+        lines += [f"  {printable(tensor.name)} ({tensor.dtype}): {tensor.unread}" for tensor in unread]
         lines.append("")
+    if not counted:
+        return "\n".join(lines)
     lines.append("bad: Inf and NaN; binades: lowest and highest exponent; fp16 loses: flushed or overflowed, unscaled")
     lines.append("flush, overflow: share of the non-zero finite values, rounded to nearest; <= marks an upper bound")
     lines.append("error: estimated mean relative error, a flush counted as 1 (even spread in a binade is assumed)")
     return "\n".join(lines) + "\n"
+
+
+def _nothing_counted(found: FileInspection) -> str:
+    if not found.tensors:
+        return "The file holds no tensors, so there is nothing to count."
+    if all(tensor.unread.startswith("no floating dtype") for tensor in found.tensors):
+        return f"None of the file's {len(found.tensors):,} tensors is of a floating dtype that is read."
+    return f"None of the file's {len(found.tensors):,} tensors could be counted."
 
 
 def _tensor_table(tensors: list[TensorInspection]) -> str:
@@ -91,7 +113,7 @@ def _tensor_table(tensors: list[TensorInspection]) -> str:
         flush, over = flushed(h, "fp16"), overflowed(h, "fp16")
         rows.append(
             (
-                _short(tensor.name, 24),
+                _short(printable(tensor.name), 24),
                 tensor.dtype.removeprefix("float8_").replace("bfloat", "bf").replace("float", "fp"),
                 _compact(h.total),
                 _share(h.zeros, h.total),

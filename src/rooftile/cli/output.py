@@ -19,6 +19,7 @@ from rooftile.errors import UsageError
 __all__ = [
     "STDOUT",
     "check_distinct",
+    "check_input_kept",
     "check_writable",
     "next_command",
     "no_collection",
@@ -48,6 +49,16 @@ def check_distinct(**paths: str | None) -> None:
         if real in seen:
             raise UsageError(f"{seen[real]} and {option} are both {path}; give each a file of its own")
         seen[real] = option
+
+
+def check_input_kept(file: str, **outputs: str | None) -> None:
+    """Raise UsageError where an option (``json=``, ``plot=``) names the input ``file``, which it would replace."""
+    for name, path in outputs.items():
+        if path is None or path in (STDOUT, os.devnull) or not (os.path.exists(path) and os.path.exists(file)):
+            continue
+        if os.path.samefile(path, file):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} {path} is the input itself, which it would overwrite; give another path")
 
 
 def write_file(path: str, text: str, option: str = "--json") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["WIDTH", "gigabytes", "number", "table"]
+__all__ = ["WIDTH", "gigabytes", "number", "printable", "table"]
 
 WIDTH = 100
 
@@ -24,6 +24,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
         ]
         made.append("  ".join(cells).rstrip())
     return "\n".join(made)
+
+
+def printable(text: str) -> str:
+    """``text`` on one line and without control characters: each of them is spelled as Python escapes it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(value: float | None, digits: int = 1) -> str:

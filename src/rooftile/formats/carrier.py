@@ -15,7 +15,16 @@ from rooftile.errors import UsageError
 from rooftile.formats.catalogue import FORMATS, get_format
 from rooftile.formats.format import FloatFormat
 
-__all__ = ["FP32", "FP64", "Carrier", "check_float_tensor", "format_of", "narrowest_carrier", "result_dtype"]
+__all__ = [
+    "FP32",
+    "FP64",
+    "Carrier",
+    "check_float_tensor",
+    "check_strided",
+    "format_of",
+    "narrowest_carrier",
+    "result_dtype",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +88,29 @@ def check_float_tensor(x: torch.Tensor, argument: str = "x") -> torch.Tensor:
     """``x`` without its autograd history (rounding is piecewise constant), or a refusal.
 
     Raises:
-        UsageError: not a tensor, not strided, without data (meta), or of an integer, boolean or complex dtype.
+        UsageError: not a tensor, nested, not strided, without data (meta), or of an integer, boolean or complex dtype.
     """
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"{argument} is {type(x).__name__}; give a floating torch.Tensor, such as torch.tensor(x)")
-    if x.layout != torch.strided or x.device.type == "meta":
-        raise UsageError(f"{argument} is a {x.layout} tensor on {x.device}; give a strided tensor with data")
+    check_strided(x, argument)
     if str(x.dtype).removeprefix("torch.") not in FLOATING:
         raise UsageError(f"{argument} has dtype {x.dtype}; give a floating tensor ({', '.join(FLOATING)})")
     return x.detach()
+
+
+def check_strided(x: torch.Tensor, argument: str) -> torch.Tensor:
+    """``x``, or a refusal.
+
+    Raises:
+        UsageError: a nested or sparse tensor, or one without data (meta).
+    """
+    if x.is_nested:  # some of them call themselves strided
+        raise UsageError(
+            f"{argument} is a nested tensor; give each of its parts (x.unbind()) or a padded strided tensor"
+        )
+    if x.layout != torch.strided or x.device.type == "meta":
+        raise UsageError(f"{argument} is a {x.layout} tensor on {x.device}; give a strided tensor with data")
+    return x
 
 
 def narrowest_carrier(dtype: torch.dtype, fmt: FloatFormat) -> Carrier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,9 +15,15 @@ from rooftile.formats.reference import encode_value, overflow_threshold, round_v
 
 __all__ = ["Cast", "cast_number", "parse_number"]
 
-_LARGEST_EXPONENT = (
-    5000  # decimal or binary, of a written number: fp64 ends near 10^308, and exact arithmetic must stay quick
-)
+# Of a written number: fp64 ends near 10^308 = 2^1024, and exact arithmetic must stay quick.
+_LARGEST_EXPONENT = 5000  # decimal or binary
+_MOST_DIGITS = 4000  # Python itself refuses to read integers of 4301 digits and more
+_MOST_BITS = 100_000  # of a power
+_HEXADECIMAL = re.compile(r"([+-]?)0x([0-9a-f]*)\.?([0-9a-f]*)(?:p([+-]?[0-9]+))?")
+
+
+class _TooLargeError(Exception):
+    """A number whose exact arithmetic would be slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +50,61 @@ def parse_number(text: str) -> Fraction | float:
     """The exact number that is written (70000, -1e-8, 2^-26, 0x1.8p3), or an infinity, NaN or -0 as a float.
 
     Raises:
-        UsageError: not a number, or an exponent beyond 5000.
+        UsageError: not a number, or one too large for exact arithmetic (an exponent beyond 5000).
     """
+    text = text.strip()
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
     base, power, exponent = text.partition("^")
     try:
+        if len(text) > _MOST_DIGITS:
+            raise _TooLargeError
         if power:
-            return Fraction(base) ** _exponent(int(exponent))
-        if "0x" in text.lower():
-            return Fraction(float.fromhex(text))
-        mantissa, _, exponent = text.lower().partition("e")
-        as_float = float(text)
-        if not any(digit.isdigit() for digit in text):
-            return as_float  # inf, nan
-        if not any(digit in mantissa for digit in "123456789"):
-            return as_float  # a zero keeps its sign
-        _exponent(int(exponent or 0))
-        return Fraction(text)
+            return _power(Fraction(_decimal(base)), _exponent(exponent))
+        return _hexadecimal(text) if "0x" in text.lower() else _decimal(text)
+    except _TooLargeError:
+        raise UsageError(
+            f"{shown} is too large to be handled exactly; exponents reach from -{_LARGEST_EXPONENT} to "
+            f"{_LARGEST_EXPONENT}, digits to {_MOST_DIGITS}"
+        ) from None
     except (ValueError, ZeroDivisionError, OverflowError):
-        raise UsageError(f"{text!r} is no number; write it like 70000, -1e-8, 2^-26, 0x1.8p3, inf or nan") from None
+        raise UsageError(f"{shown} is no number; write it like 70000, -1e-8, 2^-26, 0x1.8p3, inf or nan") from None
 
 
-def _exponent(exponent: int) -> int:
-    if abs(exponent) > _LARGEST_EXPONENT:
-        raise ValueError
+def _exponent(text: str) -> int:
+    digits = text.strip().lstrip("+-").lstrip("0")
+    exponent = int(text)
+    if len(digits) > 4 or abs(exponent) > _LARGEST_EXPONENT:
+        raise _TooLargeError
     return exponent
+
+
+def _power(base: Fraction, exponent: int) -> Fraction:
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if bits * abs(exponent) > _MOST_BITS:
+        raise _TooLargeError
+    return base**exponent
+
+
+def _decimal(text: str) -> Fraction | float:
+    mantissa, _, exponent = text.lower().partition("e")
+    as_float = float(text)
+    if not any(digit.isdigit() for digit in text):
+        return as_float  # inf, nan
+    if not any(digit in mantissa for digit in "123456789"):
+        return as_float  # a zero keeps its sign
+    _exponent(exponent or "0")
+    return Fraction(text)
+
+
+def _hexadecimal(text: str) -> Fraction | float:
+    read = _HEXADECIMAL.fullmatch(text.lower())
+    if read is None or not read[2] + read[3]:
+        raise ValueError(text)
+    significand = int(read[2] + read[3], 16)
+    if not significand:
+        return -0.0 if read[1] == "-" else 0.0
+    exact = Fraction(significand, 16 ** len(read[3])) * Fraction(2) ** _exponent(read[4] or "0")
+    return -exact if read[1] == "-" else exact
 
 
 def cast_number(
@@ -106,7 +144,7 @@ def _note(x: Fraction | float, value: float, fmt: FloatFormat) -> str:
     if exact < 0 and not fmt.signed:
         return "no sign here"
     if not math.isfinite(value):
-        return f"overflow (saturates at {math.copysign(fmt.max, exact):g})"
+        return f"overflow (saturates at {-fmt.max if exact < 0 else fmt.max:g})"  # exact may exceed every float
     if value == 0 and exact != 0:
         return "flushed to zero"
     if abs(value) == fmt.max and abs(exact) >= overflow_threshold(fmt):

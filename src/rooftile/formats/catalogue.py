@@ -58,7 +58,7 @@ def get_format(fmt: FloatFormat | str) -> FloatFormat:
     """The format itself, or the catalogue's entry under that name or alias.
 
     Raises:
-        UsageError: no such name; the message lists near matches.
+        UsageError: no such name; the message lists near matches, or else every name.
     """
     if isinstance(fmt, FloatFormat):
         return fmt
@@ -68,4 +68,5 @@ def get_format(fmt: FloatFormat | str) -> FloatFormat:
     if name in FORMATS:
         return FORMATS[name]
     near = difflib.get_close_matches(name, [*FORMATS, *ALIASES], n=4, cutoff=0.5)
-    raise UsageError(f"no format is called {fmt!r}; near matches: {', '.join(near) or ', '.join(FORMATS)}")
+    listed = f"near matches: {', '.join(near)}" if near else f"names are {', '.join(FORMATS)}"
+    raise UsageError(f"no format is called {fmt!r}; {listed}")

@@ -10,7 +10,7 @@ import math
 import torch
 
 from rooftile.errors import UsageError
-from rooftile.formats.carrier import FP64, check_float_tensor, result_dtype
+from rooftile.formats.carrier import FP64, check_float_tensor, check_strided, result_dtype
 from rooftile.formats.catalogue import get_format
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.policy import InfInput, Overflow, Rounding
@@ -78,7 +78,7 @@ def decode(codes: torch.Tensor, fmt: FloatFormat | str) -> torch.Tensor:
     """The values of integer ``codes``, as float32 where it holds every value of the format, else float64.
 
     Raises:
-        UsageError: not an integer tensor, or a code outside the format.
+        UsageError: not a strided integer tensor, or a code outside the format.
     """
     fmt = get_format(fmt)
     if (
@@ -89,7 +89,7 @@ def decode(codes: torch.Tensor, fmt: FloatFormat | str) -> torch.Tensor:
     ):
         kind = codes.dtype if isinstance(codes, torch.Tensor) else type(codes).__name__
         raise UsageError(f"codes are integers; got {kind}")
-    wide = codes.to(torch.int64)
+    wide = check_strided(codes, "codes").to(torch.int64)
     if fmt.bits < 64 and wide.numel() and not 0 <= int(wide.min()) <= int(wide.max()) < fmt.number_of_codes:
         wrong = int(wide.min()) if int(wide.min()) < 0 else int(wide.max())
         raise UsageError(f"{wrong} is no code of {fmt.name}; codes run from 0 to {fmt.number_of_codes - 1}")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from rooftile.errors import UsageError
-from rooftile.formats.carrier import check_float_tensor
+from rooftile.formats.arguments import positive_number
+from rooftile.formats.carrier import check_float_tensor, check_strided
 from rooftile.formats.catalogue import get_format
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.reference import round_value
@@ -101,9 +102,11 @@ def collapsed_values(values: torch.Tensor, fmt: FloatFormat | str) -> CollapsedV
     """
     fmt = get_format(fmt)
     if isinstance(values, torch.Tensor) and values.dtype in _INTEGERS:
-        if values.numel() and max(abs(int(values.max())), abs(int(values.min()))) > 2**53:
+        wide = check_strided(values, "values").long()  # torch has no maximum of its wider unsigned dtypes
+        wrapped = values.dtype == torch.uint64 and bool((wide < 0).any())  # 2^63 and more
+        if wide.numel() and (wrapped or max(abs(int(wide.max())), abs(int(wide.min()))) > 2**53):
             raise UsageError("an id is larger than 2^53 and not exact even in fp64; compare such ids as integers")
-        exact = values.double()
+        exact = wide.double()
     else:
         exact = check_float_tensor(values, "values").double()
     if exact.isnan().any():
@@ -118,7 +121,9 @@ def collapsed_values(values: torch.Tensor, fmt: FloatFormat | str) -> CollapsedV
     )
 
 
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 
 
 def _exact_integers(fmt: FloatFormat) -> int:
@@ -134,8 +139,7 @@ def epsilon_in(eps: float, fmt: FloatFormat | str) -> EpsilonReading:
         UsageError: eps is not positive and finite.
     """
     fmt = get_format(fmt)
-    if not (math.isfinite(eps) and eps > 0):
-        raise UsageError(f"eps is {eps}; give a positive finite number")
+    positive_number(eps, "eps")
     stored = round_value(eps, fmt, overflow="ieee")
     absorbed = 0.0
     if stored != 0:
@@ -154,8 +158,7 @@ def through_loss_scale(x: torch.Tensor, fmt: FloatFormat | str, encode_scale: fl
         UsageError: not floating, or a scale that is not positive and finite.
     """
     fmt = get_format(fmt)
-    if not (math.isfinite(encode_scale) and encode_scale > 0):
-        raise UsageError(f"encode_scale is {encode_scale}; give a positive finite number")
+    positive_number(encode_scale, "encode_scale")
     values = check_float_tensor(x).double()
     values = values[values.isfinite() & (values != 0)]
     stored = round_to(values * encode_scale, fmt, overflow="ieee")

@@ -87,7 +87,11 @@ class ExponentHistogram:
         return merge_all([self, other])
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
-        return self.merge(other)
+        return self.merge(other) if isinstance(other, ExponentHistogram) else NotImplemented
+
+    def __radd__(self, other: int) -> ExponentHistogram:
+        """``sum(histograms)`` starts from 0, which adds nothing."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

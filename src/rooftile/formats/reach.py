@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rooftile.errors import UsageError
+from rooftile.formats.arguments import finite_number, positive_number
 from rooftile.formats.catalogue import get_format
 from rooftile.formats.format import FloatFormat
 from rooftile.formats.histogram import ExponentHistogram
@@ -58,6 +59,8 @@ class LossScaleWindow:
     high: float
     allowed: int
     powers_of_two: range
+    infs: int = 0  # of the data as they were counted: no scale brings these or the NaNs back
+    nans: int = 0
 
     @property
     def empty(self) -> bool:
@@ -67,18 +70,22 @@ class LossScaleWindow:
     @property
     def reading(self) -> str:
         """One line for a person."""
+        bad = _not_finite(self.infs, self.nans)
+        return self._of_finite_values() + (f"; the data hold {bad}, which no scale brings back" if bad else "")
+
+    def _of_finite_values(self) -> str:
         if self.empty:
             return f"no loss scale serves {self.fmt}: what saves the small values overflows the large ones"
         if not len(self.powers_of_two):
             return f"loss scales {self.low:.4g} to {self.high:.4g} serve {self.fmt}, none of them a power of two"
         first, last = self.powers_of_two[0], self.powers_of_two[-1]
-        return f"loss scales 2^{first} to 2^{last} keep every value inside {self.fmt}"
+        every = "every finite value" if self.infs or self.nans else "every value"
+        return f"loss scales 2^{first} to 2^{last} keep {every} inside {self.fmt}"
 
 
-def _checked_scale(encode_scale: float) -> Fraction:
-    if not (math.isfinite(encode_scale) and encode_scale > 0):
-        raise UsageError(f"encode_scale is {encode_scale}; give a positive finite number")
-    return Fraction(encode_scale)
+def _not_finite(infs: int, nans: int) -> str:
+    """``3 Inf and 1 NaN``; empty if there are none."""
+    return " and ".join(f"{count:,} {kind}" for count, kind in ((infs, "Inf"), (nans, "NaN")) if count)
 
 
 def _count_up_to(h: ExponentHistogram, threshold: Fraction, inclusive: bool) -> CountBound:
@@ -112,7 +119,7 @@ def flushed(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float = 
         UsageError: a scale that is not positive and finite, or an unknown format.
     """
     fmt = get_format(fmt)
-    scale = _checked_scale(encode_scale)
+    scale = positive_number(encode_scale, "encode_scale")
     if not fmt.zero:
         return CountBound(0, 0, h.nonzero)
     return _count_up_to(h, Fraction(fmt.smallest_subnormal) / 2 / scale, inclusive=True)
@@ -123,13 +130,13 @@ def subnormal(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float 
     lost.
     """
     fmt = get_format(fmt)
-    return _count_up_to(h, Fraction(fmt.tiny) / _checked_scale(encode_scale), inclusive=False)
+    return _count_up_to(h, Fraction(fmt.tiny) / positive_number(encode_scale, "encode_scale"), inclusive=False)
 
 
 def overflowed(h: ExponentHistogram, fmt: FloatFormat | str, encode_scale: float = 1.0) -> CountBound:
     """Finite values that round (to nearest) beyond the largest of ``fmt`` after scaling: Inf, NaN or saturated."""
     fmt = get_format(fmt)
-    edge = overflow_threshold(fmt) / _checked_scale(encode_scale)
+    edge = overflow_threshold(fmt) / positive_number(encode_scale, "encode_scale")
     return _not_below(_count_up_to(h, edge, inclusive=edge_stays(fmt)))
 
 
@@ -146,11 +153,15 @@ def loss_scale_window(h: ExponentHistogram, fmt: FloatFormat | str = "fp16", all
         UsageError: nothing finite and non-zero was counted, or ``allowed`` lies outside [0, 1).
     """
     fmt = get_format(fmt)
-    if not 0 <= allowed < 1:
+    share = finite_number(allowed, "allowed", "give a fraction in [0, 1)")
+    if not 0 <= share < 1:
         raise UsageError(f"allowed is {allowed}; give a fraction in [0, 1)")
+    bad = _not_finite(h.infs, h.nans)
+    if not h.nonzero and bad:
+        raise UsageError(f"the histogram has {bad} and no finite non-zero value; no loss scale mends that")
     if not h.nonzero:
         raise UsageError("the histogram has no finite non-zero value, so every loss scale serves; check the gradients")
-    budget = math.floor(allowed * h.nonzero)
+    budget = math.floor(share * h.nonzero)
     smallest = _smallest_to_keep(h, budget)
     threshold = Fraction(fmt.smallest_subnormal) / 2 if fmt.zero else Fraction(0)
     # At S_lo the product must exceed the flush threshold; at S_hi it must stay below the overflow edge (or on it).
@@ -158,7 +169,8 @@ def loss_scale_window(h: ExponentHistogram, fmt: FloatFormat | str = "fp16", all
     high = _next_float(overflow_threshold(fmt) / Fraction(h.amax), up=False, strict=not edge_stays(fmt))
     first, last = math.frexp(low)[1] - 1 if low > 0 else -1074, math.frexp(high)[1] - 1
     powers = [e for e in range(first, last + 1) if low <= math.ldexp(1.0, e) <= high]
-    return LossScaleWindow(fmt.name, low, high, budget, range(powers[0], powers[-1] + 1) if powers else range(0))
+    inside = range(powers[0], powers[-1] + 1) if powers else range(0)
+    return LossScaleWindow(fmt.name, low, high, budget, inside, h.infs, h.nans)
 
 
 def _smallest_to_keep(h: ExponentHistogram, budget: int) -> Fraction:

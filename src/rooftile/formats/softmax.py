@@ -32,6 +32,10 @@ class SoftmaxReading:
     direct_broken_rows: int  # rows where the direct form is not finite although the stable one is
     distinct_before: int
     distinct_after: int
+    # Rows that are not finite in either form, by the first of these reasons that holds:
+    non_finite_rows: int = 0  # the logits given hold NaN or +Inf
+    masked_rows: int = 0  # every logit given is -Inf: a row that sees nothing
+    lost_rows: int = 0  # storage in the format made Inf or NaN of a logit
 
     @property
     def erased(self) -> int:
@@ -44,11 +48,27 @@ class SoftmaxReading:
         overflow = (
             f"the direct form breaks in {self.direct_broken_rows:,} of {self.rows:,} rows and the stable one does not"
         )
+        undefined = self._undefined()
         if not self.direct_broken_rows:
             overflow = "the direct form is finite"
+            if undefined:
+                sound = self.rows - self.non_finite_rows - self.masked_rows - self.lost_rows
+                overflow = f"the direct form is finite in the other {sound:,} of {self.rows:,} rows" if sound else ""
+        overflow = "; ".join(part for part in (undefined, overflow) if part)
         if self.erased:
             return f"{self.fmt}: {overflow}; storage erased {self.erased:,} of {self.distinct_before:,} distinct logits"
         return f"{self.fmt}: {overflow}; storage kept all {self.distinct_before:,} distinct logits"
+
+    def _undefined(self) -> str:
+        """Which rows have no finite softmax in any form, and why; empty if there is none."""
+        reasons = (
+            (self.non_finite_rows, "NaN or +Inf among the logits"),
+            (self.masked_rows, "every logit -Inf, a row that sees nothing"),
+            (self.lost_rows, "a logit that became Inf or NaN in storage"),
+        )
+        return "; ".join(
+            f"{count:,} of {self.rows:,} rows NaN in either form ({why})" for count, why in reasons if count
+        )
 
 
 def softmax_in(logits: torch.Tensor, fmt: FloatFormat | str) -> SoftmaxReading:
@@ -67,6 +87,9 @@ def softmax_in(logits: torch.Tensor, fmt: FloatFormat | str) -> SoftmaxReading:
     direct = round_to(exponentials / total, fmt, overflow="ieee")
     stable = round_to(torch.softmax(stored, -1), fmt, overflow="ieee")
     broken = ~direct.isfinite().all(-1) & stable.isfinite().all(-1)
+    undefined = ~stable.isfinite().all(-1)
+    non_finite = undefined & (logits.isnan() | logits.isposinf()).any(-1)
+    masked = undefined & ~non_finite & logits.isneginf().all(-1)
     return SoftmaxReading(
         fmt.name,
         stored,
@@ -76,6 +99,9 @@ def softmax_in(logits: torch.Tensor, fmt: FloatFormat | str) -> SoftmaxReading:
         direct_broken_rows=int(broken.sum()),
         distinct_before=_distinct(logits),
         distinct_after=_distinct(stored),
+        non_finite_rows=int(non_finite.sum()),
+        masked_rows=int(masked.sum()),
+        lost_rows=int((undefined & ~non_finite & ~masked).sum()),
     )
 
 

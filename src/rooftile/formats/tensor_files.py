@@ -9,7 +9,11 @@ import ctypes
 import json
 import math
 import pickle
+import re
 import sys
+import tarfile
+import tokenize
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +29,7 @@ from rooftile.errors import UsageError
 __all__ = ["StoredTensor", "open_tensors"]
 
 PIECE_BYTES = 1 << 25  # of one read: large against the cost of a call, small against any memory
+_AGAIN = "copy or download it again"
 _HEADER_LIMIT = 100_000_000  # bytes, of the safetensors format itself
 
 
@@ -56,6 +61,8 @@ def open_tensors(path: str | Path) -> tuple[StoredTensor, ...]:
     if not path.is_file():
         raise UsageError(f"there is no file {path}; give the path of a {path.suffix} file")
     try:
+        if not path.stat().st_size:
+            raise UsageError(f"{path} is empty; {_AGAIN}")
         return readers[path.suffix](path)
     except OSError as error:
         raise UsageError(
@@ -85,7 +92,7 @@ def _fill(stream: FileIO, view: memoryview, path: Path) -> None:
     while view.nbytes:
         count = stream.readinto(view)
         if not count:
-            raise UsageError(f"{path} ends in the middle of a tensor; copy or download it again")
+            raise UsageError(f"{path} ends in the middle of a tensor; {_AGAIN}")
         view = view[count:]
 
 
@@ -113,15 +120,15 @@ _OTHER_WIDTHS = {
 def _safetensors(path: Path) -> tuple[StoredTensor, ...]:
     size = path.stat().st_size
     with open(path, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
+        length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-            raise UsageError(f"{path} is no safetensors file: its header would be {length} bytes of {size}")
+            raise UsageError(f"{path} is no safetensors file: its header would be {length} bytes of {size}; {_AGAIN}")
         try:
             header = json.loads(stream.read(length))
-        except ValueError:
-            raise UsageError(f"{path} is no safetensors file: its header is not JSON") from None
+        except (ValueError, RecursionError):
+            raise UsageError(f"{path} is no safetensors file: its header is not JSON; {_AGAIN}") from None
     if not isinstance(header, dict):
-        raise UsageError(f"{path} is no safetensors file: its header is not a JSON object")
+        raise UsageError(f"{path} is no safetensors file: its header is not a JSON object; {_AGAIN}")
     entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
     return tuple(_safetensors_entry(path, name, entry, 8 + length, size) for name, entry in entries)
 
@@ -133,14 +140,18 @@ def _safetensors_entry(path: Path, name: str, entry: Any, base: int, size: int) 
             tuple(map(int, entry["shape"])),
             map(int, entry["data_offsets"]),
         )
-    except (KeyError, TypeError, ValueError):
-        raise UsageError(f"{path}: the header's entry for {name!r} lacks dtype, shape or data_offsets") from None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise UsageError(
+            f"{path}: the header's entry for {name!r} lacks dtype, shape or data_offsets; {_AGAIN}"
+        ) from None
     if not 0 <= first <= last <= size - base or min(shape, default=0) < 0:
-        raise UsageError(f"{path}: tensor {name!r} lies at bytes {first}..{last}, outside the file; download it again")
+        raise UsageError(f"{path}: tensor {name!r} lies at bytes {first}..{last}, outside the file; {_AGAIN}")
     dtype = _SAFETENSORS.get(kind)
     width = _OTHER_WIDTHS.get(kind) if dtype is None else dtype.itemsize * 8
     if width is not None and math.prod(shape) * width != (last - first) * 8:
-        raise UsageError(f"{path}: tensor {name!r} of shape {shape} and dtype {kind} has {last - first} bytes")
+        raise UsageError(
+            f"{path}: tensor {name!r} of shape {shape} and dtype {kind} has {last - first} bytes; {_AGAIN}"
+        )
     if dtype is None:
         reason = "no floating dtype" if width is not None else f"dtype {kind} is not read"
         return StoredTensor(name, kind.lower(), shape, last - first, _nothing, reason)
@@ -162,14 +173,19 @@ def _npy(path: Path) -> tuple[StoredTensor, ...]:
             version = np.lib.format.read_magic(stream)
             read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, _, dtype = read(stream)
-        except (ValueError, KeyError) as error:
-            raise UsageError(f"{path} is no .npy file of plain numbers: {error}") from None
+        except (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError):
+            # numpy's own sentence may advise allow_pickle, which would run what the file holds
+            raise UsageError(
+                f"{path} is no .npy file of plain numbers: its header is damaged; {_AGAIN}, or save it with numpy.save"
+            ) from None
         start = stream.tell()
     nbytes = math.prod(shape) * dtype.itemsize
     if dtype.hasobject:
         raise UsageError(f"{path} holds Python objects, which are never unpickled here; save plain numbers")
-    if path.stat().st_size - start < nbytes:
-        raise UsageError(f"{path} has {path.stat().st_size - start} bytes of data and its shape needs {nbytes}")
+    if min(shape, default=0) < 0 or path.stat().st_size - start < nbytes:
+        raise UsageError(
+            f"{path} has {path.stat().st_size - start} bytes of data and its shape {shape} needs {nbytes}; {_AGAIN}"
+        )
     if dtype.kind != "f" or dtype.itemsize > 8:
         return (StoredTensor(path.stem, str(dtype), shape, nbytes, _nothing, "no floating dtype that torch has"),)
 
@@ -187,18 +203,43 @@ def _npy(path: Path) -> tuple[StoredTensor, ...]:
 
 
 def _torch_file(path: Path) -> tuple[StoredTensor, ...]:
+    with open(path, "rb") as stream:
+        start = stream.read(2)
+    is_zip = zipfile.is_zipfile(path)
+    if start == b"PK" and not is_zip:
+        raise UsageError(f"{path} is damaged, the end of its archive is missing; {_AGAIN}")
+    if not is_zip and start[:1] != b"\x80" and not tarfile.is_tarfile(path):
+        raise UsageError(f"{path} is no torch checkpoint; give a file that torch.save wrote")
     try:
-        # mmap leaves the data in the file; only the zip format of torch >= 1.6 has it.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about the file's pickle; what matters is said below
+            # mmap leaves the data in the file; only the zip format of torch >= 1.6 has it.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else "unknown"
-        raise UsageError(
-            f"{path} holds more than tensors, which weights_only refuses ({first}); save a state_dict"
-        ) from None
+        raise UsageError(f"{path} {_refused(str(error))}") from None
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{path} can't be loaded by torch ({first}); save it again with torch.save") from None
+        if "TorchScript" in str(error):
+            raise UsageError(f"{path} is a TorchScript archive, which is not read; save its state_dict") from None
+        raise UsageError(
+            f"{path} can't be loaded by torch ({_first_sentence(error)}); {_AGAIN}, or save it again with torch.save"
+        ) from None
     return tuple(_torch_entry(path, name, tensor) for name, tensor in _walk(content, ""))
+
+
+def _refused(message: str) -> str:
+    """Why torch's reader of plain tensors refused a file, without its advice to run whatever the file holds."""
+    if "nested" in message:
+        return "holds nested jagged tensors, which are not read; save their values and offsets instead"
+    found = re.search(r"GLOBAL ([\w.]+)", message)
+    if found:
+        return f"holds more than tensors ({found[1]}), and loading that could run any code; save a state_dict"
+    return "is no torch checkpoint of plain tensors; save a state_dict with torch.save"
+
+
+def _first_sentence(error: Exception) -> str:
+    """Of torch's message; only the error's name where that would be torch's advice to load without care."""
+    first = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return first if first and "weights_only" not in first else type(error).__name__
 
 
 def _walk(content: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,9 +255,12 @@ def _walk(content: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _torch_entry(path: Path, name: str, tensor: torch.Tensor) -> StoredTensor:
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return StoredTensor(name, dtype, shape, 0, _nothing, f"layout {tensor.layout} is not read")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_nested:  # has no shape to ask for
+        return StoredTensor(name, dtype, (), 0, _nothing, "a nested tensor is not read")
+    shape = tuple(tensor.shape)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return StoredTensor(name, dtype, shape, 0, _nothing, _unread_layout(tensor))
     nbytes = tensor.numel() * tensor.element_size()
     if tensor.dtype not in _SAFETENSORS.values():
         return StoredTensor(name, dtype, shape, nbytes, _nothing, "no floating dtype that is read")
@@ -232,6 +276,12 @@ def _torch_entry(path: Path, name: str, tensor: torch.Tensor) -> StoredTensor:
                 _release(piece)
 
     return StoredTensor(name, dtype, shape, nbytes, pieces)
+
+
+def _unread_layout(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "on the meta device, without data"
+    return "quantized, which is not read" if tensor.is_quantized else f"layout {tensor.layout} is not read"
 
 
 _MADV_DONTNEED = 4

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rooftile.errors import UsageError
+from rooftile.formats.arguments import check_count, finite_number
 from rooftile.formats.carrier import check_float_tensor, result_dtype
 from rooftile.formats.catalogue import get_format
 from rooftile.formats.format import FloatFormat
@@ -123,12 +124,15 @@ def swallowed_updates(
             weight by ``1 - weight_decay`` in a step of its own, before the update and with its own rounding.
 
     Raises:
-        UsageError: shapes differ, a tensor is not floating, or the policy is unknown.
+        UsageError: shapes differ, a tensor is not floating, the policy is unknown, or weight_decay is negative or not
+            finite.
     """
     fmt = get_format(fmt)
     stored, exact = _stored(weight, update, fmt)
     decay = None
     if weight_decay is not None:
+        if finite_number(weight_decay, "weight_decay", "give a finite number of at least 0, or None") < 0:
+            raise UsageError(f"weight_decay is {weight_decay}; give at least 0, since a decay brings weights toward 0")
         decay, stored = _count(stored, -weight_decay * stored, fmt, rounding, generator)
     counts, _ = _count(stored, exact, fmt, rounding, generator)
     return SwallowedUpdates(
@@ -159,10 +163,9 @@ def updates_over_steps(
     """Apply the same update ``steps`` times in ``fmt`` and compare with one wide sum.
 
     Raises:
-        UsageError: fewer than one step, or as :func:`swallowed_updates`.
+        UsageError: steps is no whole number or below one, or as :func:`swallowed_updates`.
     """
-    if steps < 1:
-        raise UsageError(f"steps is {steps}; give at least 1")
+    check_count(steps, "steps")
     fmt = get_format(fmt)
     stored, exact = _stored(weight, update, fmt)
     current = stored
