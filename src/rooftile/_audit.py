@@ -13,10 +13,9 @@ from rooftile.capture.trace import Trace
 from rooftile.devices import Device
 from rooftile.devices import load as load_device
 from rooftile.errors import RooftileError, UsageError
-from rooftile.ledgers.bundle import Ledgers, read_ledgers
 from rooftile.ledgers.kv_cache import KV_DTYPES
 from rooftile.report.model import Report
-from rooftile.report.read import costs_of, read_trace
+from rooftile.report.read import read_trace
 from rooftile.rules import select_rules
 
 __all__ = ["audit"]
@@ -82,7 +81,7 @@ def audit(
     trace = capture(loaded, chosen, choices, progress)
     if progress is not None:
         progress("reading the trace")
-    again = _Recapture(loaded, rebuild, chosen, choices, kv_dtype, progress)
+    again = _Recapture(loaded, rebuild, chosen, choices, progress)
     return read_trace(trace, chosen, rules=rules, options=choices, kv_dtype=kv_dtype, recapture=again)
 
 
@@ -95,14 +94,13 @@ class _Recapture:
         rebuild: Callable[[int], Step] | None,
         device: Device,
         options: CaptureOptions,
-        kv_dtype: str | None,
         progress: Progress | None,
     ) -> None:
         self._step, self._rebuild, self._device = step, rebuild, device
-        self._options, self._kv_dtype, self._progress = options, kv_dtype, progress
-        self._made: dict[tuple[tuple[str, object], ...], tuple[Trace, Ledgers] | None] = {}
+        self._options, self._progress = options, progress
+        self._made: dict[tuple[tuple[str, object], ...], Trace | None] = {}
 
-    def __call__(self, **changes: object) -> tuple[Trace, Ledgers] | None:
+    def __call__(self, **changes: object) -> Trace | None:
         key = tuple(sorted(changes.items()))
         if key not in self._made:
             batch = changes.pop("batch", None)
@@ -111,7 +109,7 @@ class _Recapture:
             self._made[key] = self._capture(batch, changes)
         return self._made[key]
 
-    def _capture(self, batch: object, changes: dict[str, object]) -> tuple[Trace, Ledgers] | None:
+    def _capture(self, batch: object, changes: dict[str, object]) -> Trace | None:
         """None for a change that this step refuses: a fixed batch, a model without blocks to checkpoint."""
         step = self._step
         try:
@@ -119,11 +117,9 @@ class _Recapture:
                 if self._rebuild is None:
                     return None
                 step = self._rebuild(batch)
-            trace = capture(step, self._device, replace(self._options, **changes), None)  # type: ignore[arg-type]
+            return capture(step, self._device, replace(self._options, **changes), None)  # type: ignore[arg-type]
         except RooftileError:
             return None
-        costs, fused = costs_of(trace)
-        return trace, read_ledgers(trace, costs, fused, self._device, self._kv_dtype)
 
 
 def _capture_options(options: dict[str, Any]) -> CaptureOptions:

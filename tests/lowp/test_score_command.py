@@ -75,7 +75,7 @@ def test_the_input_is_never_overwritten(link: bool, file: Path, capsys: pytest.C
         target = file.with_name("link.pt")
         target.symlink_to(file)
     assert run(["score", str(file), "--json", str(target)]) == 2
-    assert "is the file to read" in capsys.readouterr().err
+    assert "is the input itself" in capsys.readouterr().err
     assert file.read_bytes() == before
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rooftile.cli.options import JsonOption
-from rooftile.cli.output import STDOUT, check_writable, next_command, progress, write_json
+from rooftile.cli.output import STDOUT, check_input_kept, check_writable, next_command, progress, write_json
 from rooftile.cli.tables import table
 from rooftile.errors import UsageError
 
@@ -53,7 +52,7 @@ def score(
     from rooftile.lowp.scoring import DEFAULT_RECIPES
     from rooftile.lowp.scoring import score as score_tensor
 
-    _refuse_overwriting(file, json)
+    check_input_kept(file, json=json)
     check_writable(json)
     names = DEFAULT_RECIPES if recipes is None else tuple(name.strip() for name in recipes.split(",") if name.strip())
     chosen = [recipe(name, format) for name in names]
@@ -74,12 +73,6 @@ def score(
         _print(file, scored, unread)
     if json is not None:
         write_json(json, _as_dict(file, scored, unread))
-
-
-def _refuse_overwriting(file: str, json: str | None) -> None:
-    both = json is not None and json != STDOUT and os.path.exists(json) and os.path.exists(file)
-    if json is not None and both and os.path.samefile(file, json):
-        raise UsageError(f"--json {json} is the file to read; give the results a file of their own")
 
 
 def _whole(entry: StoredTensor) -> Any:

@@ -9,7 +9,7 @@ from rooftile.capture.trace import Trace
 from rooftile.costs import Cost, trace_costs
 from rooftile.costs.fusion import fuse
 from rooftile.devices import Device
-from rooftile.ledgers.bundle import Ledgers, read_ledgers
+from rooftile.ledgers.bundle import read_ledgers
 from rooftile.report.build import Audited, build_report
 from rooftile.report.model import Report
 from rooftile.roofline import summary
@@ -25,7 +25,7 @@ def read_trace(
     rules: Sequence[Rule] | None = None,
     options: CaptureOptions | None = None,
     kv_dtype: str | None = None,
-    recapture: Callable[..., tuple[Trace, Ledgers] | None] | None = None,
+    recapture: Callable[..., Trace | None] | None = None,
 ) -> Report:
     """The report of a trace. Without ``recapture``, rules judge by this trace alone.
 

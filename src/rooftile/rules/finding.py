@@ -62,8 +62,8 @@ class Recapture(Protocol):
     another batch. Returns None where the change can't be made (the target is a Step with a fixed batch).
     """
 
-    def __call__(self, **changes: object) -> tuple[Trace, Ledgers] | None:
-        """The trace and ledgers with ``changes``; None where they can't be made."""
+    def __call__(self, **changes: object) -> Trace | None:
+        """The trace with ``changes``; None where they can't be made."""
 
 
 @dataclass(frozen=True, slots=True)

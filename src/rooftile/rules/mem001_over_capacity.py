@@ -124,8 +124,8 @@ def _precision_label(name: str, training: bool) -> str:
 
 
 def _peak(context: Context, **changes: object) -> MemoryLedger | None:
-    answer = context.recapture(**changes)
-    return None if answer is None else answer[1].memory
+    trace = context.recapture(**changes)
+    return None if trace is None else memory(trace)
 
 
 RULE = Rule(

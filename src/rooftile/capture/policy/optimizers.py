@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile.capture.step import Step
 from rooftile.errors import UsageError
@@ -67,6 +68,22 @@ def build_optimizer(
     return (MasterWeights(trainable, factory) if masters else factory(trainable)), resolved
 
 
+class _NothingToDoOnMeta(TorchDispatchMode):
+    """In-place operators over lists of meta tensors change nothing; torch would visit every tensor of each of them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name()
+        if name.startswith("aten::_foreach_") and name.partition(".")[0].endswith("_") and args[0][0].is_meta:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
 def initialise_state(optimizer: torch.optim.Optimizer | MasterWeights, model: nn.Module) -> None:
     """Run one step at learning rate 0, so that the state that appears only after the first step is there."""
     inner = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
@@ -76,7 +93,8 @@ def initialise_state(optimizer: torch.optim.Optimizer | MasterWeights, model: nn
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    with _NothingToDoOnMeta():
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(inner.param_groups, rates, strict=True):
         group["lr"] = rate
