@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rooftile._collector import collector_paused
 from rooftile.capture.materialize import KV_CACHE_ARGUMENTS, autocast_dtype, held_tensors, tensors_inside
 from rooftile.capture.modules import ModuleTracker
 from rooftile.capture.options import CaptureOptions
@@ -33,18 +33,6 @@ Progress = Callable[[str], None]
 
 #: GradScaler's first scale.
 LOSS_SCALE = 65536.0
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Lifetimes by reference counts alone, the same at every run: what sits in a cycle lives until the step ends."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Runner:
@@ -74,7 +62,7 @@ class Runner:
             )
             stack.enter_context(self.modules.tracking())
             self._tag_state()
-            stack.enter_context(_no_garbage_collection())
+            stack.enter_context(collector_paused())  # lifetimes are the same at every run
             try:
                 with recorder:
                     if self.step.phase == "train":

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from rooftile._collector import collector_paused
 from rooftile.cli.options import DeviceFileOption, DeviceOption, JsonOption, chosen_device, complete_target
 from rooftile.cli.output import (
     STDOUT,
     check_distinct,
     check_writable,
-    no_collection,
     progress,
     typed_again,
     write_file,
@@ -114,7 +114,7 @@ def audit(
         )
         if value is not None
     }  # fmt: skip
-    with progress() as say, no_collection():
+    with progress() as say, collector_paused():  # torch is large: a tenth of a short command's time
         say("loading torch")
         from rooftile._audit import audit as run_audit
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shlex
@@ -22,7 +21,6 @@ __all__ = [
     "check_input_kept",
     "check_writable",
     "next_command",
-    "no_collection",
     "progress",
     "typed_again",
     "write_file",
@@ -85,18 +83,6 @@ def _escaped(text: str, encoding: str | None) -> str:
 def write_json(path: str, value: Any, option: str = "--json") -> None:
     """Write ``value`` as JSON to ``path`` or, for ``-``, to standard output. NaN and infinities are refused."""
     write_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n", option)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """No passes of the cycle collector over all that torch's import made: a tenth of a short command's time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
