@@ -92,3 +92,14 @@ def test_values_that_are_not_finite_are_told_and_a_tensor_of_nan_does_not_look_l
     rows = [line.split() for line in rest.splitlines() if line.startswith("  tensor")]
     assert rows[0][2:8] == ["-"] * 6
     assert "none of the 4 values is finite" in rest
+
+
+def test_a_name_with_control_characters_does_not_break_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "names.pt"
+    torch.save({"weird\nname": torch.randn(64, 64), "odd\tids": torch.arange(3)}, path)
+    assert run(["score", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not any(line.startswith("name") for line in lines)
+    assert any("weird\\nname" in line for line in lines)

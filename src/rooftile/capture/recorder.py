@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile.capture.modules import ModuleTracker
+from rooftile.capture.policy.workspaces import Workspaces
 from rooftile.capture.trace import Call, Op, Phase, Role, Storage, TensorMeta
 
 __all__ = ["Recorder", "describe"]
 
 _DTYPES = {v: str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
-
-#: A kernel's scratch memory: ``(name, bytes)`` pairs for one Call. It lives during that op only.
-Workspaces = Callable[[Call], tuple[tuple[str, int], ...]]
 
 
 def describe(tensor: Tensor) -> TensorMeta:

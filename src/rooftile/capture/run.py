@@ -59,21 +59,20 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
     wrapped = getattr(step.model, "_orig_mod", None)
     if isinstance(wrapped, nn.Module):  # torch.compile's wrapper: what it will fuse is unknown, what it runs is not
         step = replace(step, model=wrapped)
-    if options.live:
-        modes: tuple[str, ...] = ("live",)
-    else:
-        modes = ("meta", "fake")
-    for mode in modes:
+    with _LOCK, _own_contexts():
+        if not options.live:
+            try:
+                return _undisturbed(step, device, options, say, "meta")
+            except RooftileError:
+                raise
+            except Exception as error:
+                say(f"meta tensors refused ({_first_line(error)}); again on fake CPU tensors")
         try:
-            with _LOCK, _own_contexts():
-                return _undisturbed(step, device, options, say, mode)
+            return _undisturbed(step, device, options, say, "live" if options.live else "fake")
         except RooftileError:
             raise
         except Exception as error:
-            if mode == modes[-1]:
-                raise capture_error(error) from error
-            say(f"meta tensors refused ({_first_line(error)}); again on fake CPU tensors")
-    raise AssertionError("unreachable")
+            raise capture_error(error) from error
 
 
 #: A capture replaces operators for the whole process while it runs; captures of several threads take turns.

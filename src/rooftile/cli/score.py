@@ -8,7 +8,7 @@ import typer
 
 from rooftile.cli.options import JsonOption
 from rooftile.cli.output import STDOUT, check_input_kept, check_writable, next_command, progress, write_json
-from rooftile.cli.tables import table
+from rooftile.cli.tables import printable, table
 from rooftile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def score(
     unread: list[tuple[str, str]] = []
     with progress() as say:
         for number, entry in enumerate(stored, 1):
-            say(f"{number}/{len(stored)} {entry.name}")
+            say(f"{number}/{len(stored)} {printable(entry.name)}")
             if entry.unread:
                 unread.append((entry.name, entry.unread))
             else:
@@ -94,15 +94,15 @@ def _whole(entry: StoredTensor) -> Any:
 def _print(file: str, scored: list[tuple[StoredTensor, ScoreTable]], unread: list[tuple[str, str]]) -> None:
     lines = [f"{file}: {len(scored):,} tensors scored", ""]
     for entry, found in scored[:_MOST]:
-        title = f"{entry.name}  {entry.dtype} {'x'.join(map(str, entry.shape)) or 'scalar'}"
+        title = f"{printable(entry.name)}  {entry.dtype} {'x'.join(map(str, entry.shape)) or 'scalar'}"
         lines += ["  ".join(filter(None, [title, found.not_finite])), _table(found)]
         lines += [f"  {row.recipe}: {_lost(row.lost)}" for row in found.rows if row.lost]
         lines += [f"  {found.reading}", ""]
     if len(scored) > _MOST:
-        matter = [entry.name for entry, found in scored if found.finer_scales_matter]
+        matter = [printable(entry.name) for entry, found in scored if found.finer_scales_matter]
         lines += [f"{len(scored) - _MOST:,} more tensors: --json has them all, --tensor TEXT chooses", ""]
         lines += [f"finer scales matter for {len(matter):,} of {len(scored):,}: {', '.join(matter[:4])}", ""]
-    lines += [f"not scored: {name}: {why}" for name, why in unread]
+    lines += [f"not scored: {printable(name)}: {why}" for name, why in unread]
     lines.append("flushed, saturated: share of the finite non-zero values; errors are relative, a flush counts as 1")
     typer.echo("\n".join(lines))
     typer.echo(next_command(f"rooftile inspect {file}", "the exponents behind these figures"))

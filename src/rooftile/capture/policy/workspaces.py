@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Workspaces", "workspaces_of"]
 
+#: ``(name, bytes)`` pairs for one Call, alive during that op only.
 Workspaces = Callable[[Call], tuple[tuple[str, int], ...]]
 
 
