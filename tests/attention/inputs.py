@@ -15,8 +15,8 @@ from .visibility import KINDS, Sizes
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``values`` is a kind of numbers (see :func:`operands`), ``mask`` a key of ``visibility.KINDS``, ``bias``
-    which of the four axes (B, Hq, Lq, Lk) it has, as a string of their letters ("bhqk", "hk", ...).
+    """One call. ``values`` is a kind of numbers (see :func:`operands`), ``mask`` a key of ``visibility.KINDS``,
+    ``bias`` which of the four axes (B, Hq, Lq, Lk) it has, as a string of their letters ("bhqk", "hk", ...).
     """
 
     q_len: int
@@ -51,6 +51,10 @@ class Case:
     def sizes(self) -> Sizes:
         return Sizes(self.batch, self.q_len, self.kv_len)
 
+    def generator(self) -> torch.Generator | None:
+        """Where the call takes its dropout seed from."""
+        return torch.Generator().manual_seed(self.seed) if self.dropout_p else None
+
     @property
     def wanted(self) -> tuple[str, ...]:
         """The gradients that the case has."""
@@ -69,7 +73,7 @@ class Case:
 
         bias = None
         if self.bias:
-            full = dict(b=self.batch, h=self.heads[0], q=self.q_len, k=self.kv_len)
+            full = {"b": self.batch, "h": self.heads[0], "q": self.q_len, "k": self.kv_len}
             bias = normal(*(size if axis in self.bias else 1 for axis, size in full.items())).to(self.dtype)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return Problem(
@@ -78,11 +82,17 @@ class Case:
             dlse=normal(*q.shape[:3]).to(wide),
             visible=KINDS[self.mask].predicate(self.sizes) if self.mask else None,
             bias=bias,
-            sinks=normal(self.heads[0]).to(wide) if self.sinks else None,
+            sinks=normal(self.heads[0]).to(self.dtype).to(wide) if self.sinks else None,
             scale=self.scale,
             softcap=self.softcap,
             dropout_p=self.dropout_p,
+            seed=drawn_seed(self.generator()) if self.dropout_p else 0,
         )  # fmt: skip
+
+
+def drawn_seed(generator: torch.Generator | None) -> int:
+    """The 63 bits that a call takes from a generator in this state."""
+    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, generator=generator))
 
 
 def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,13 +120,10 @@ def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
         q, k = (0.02 * x + math.sqrt(2 * peak / case.head_dim) * wave for x, wave in zip((q, k), waves, strict=True))
     elif case.values == "one_hot":
         q, k = (math.sqrt(peak) * (position % case.head_dim == channel).double() for position in (rows, keys))
-        q, k, v = (
-            q.expand(shapes[0]),
-            k.expand(shapes[1]),
-            (keys % value_dim == torch.arange(value_dim)).expand(shapes[2]),
-        )
+        v = keys % value_dim == torch.arange(value_dim)
+        q, k, v = (x.expand(shape) for x, shape in zip((q, k, v), shapes, strict=True))
     elif case.values == "constant":
-        q, k, v = q, torch.full(shapes[1], 0.3), torch.full(shapes[2], 0.7)
+        k, v = torch.full(shapes[1], 0.3), torch.full(shapes[2], 0.7)
     elif case.values == "outlier":
         large = torch.where((channel == 1) | (channel == case.head_dim - 1), 100.0, 1.0)
         q, k, v = q * large, k * large, v * torch.where(torch.arange(value_dim) == 0, 100.0, 1.0)

