@@ -14,6 +14,10 @@ from .inputs import Case
 from .oracle import Problem
 from .tolerance import Judge, Results
 
+PLAIN_KERNELS = ("reference", "tiled")
+NATIVE_KERNELS: tuple[str, ...] = ()
+KERNELS = (*PLAIN_KERNELS, *NATIVE_KERNELS)
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

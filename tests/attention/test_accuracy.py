@@ -26,23 +26,24 @@ def in_rotating_dtypes(cases: list[Case]) -> list[Case]:
 
 # Lengths around every tile size, more queries than keys and fewer, head dims that fill no vector, the largest one,
 # values wider and narrower than keys, groups of one to six query heads.
-LENGTHS = in_every_dtype(
-    [
-        Case(1, 1, head_dim=16),
-        Case(1, 239, head_dim=128, heads=(8, 2)),
-        Case(3, 17, head_dim=8, batch=2),
-        Case(17, 3, head_dim=33, value_dim=17),
-        Case(31, 63, head_dim=40, heads=(6, 2), batch=2),
-        Case(63, 31, head_dim=1, value_dim=5),
-        Case(64, 64),
-        Case(65, 127, head_dim=128, value_dim=64, heads=(4, 4)),
-        Case(127, 65, head_dim=72, value_dim=128, heads=(3, 1)),
-        Case(40, 70, head_dim=512, heads=(1, 1)),
-        Case(70, 40, head_dim=257, value_dim=512, heads=(1, 1)),
-        Case(239, 513, head_dim=80, heads=(1, 1), mask="causal"),
-        Case(513, 239, heads=(2, 1), mask="causal-top-left"),
-    ]
-) + [
+LENGTHS = [
+    *in_every_dtype(
+        [
+            Case(1, 1, head_dim=16),
+            Case(1, 239, head_dim=128, heads=(8, 2)),
+            Case(3, 17, head_dim=8, batch=2),
+            Case(17, 3, head_dim=33, value_dim=17),
+            Case(31, 63, head_dim=40, heads=(6, 2), batch=2),
+            Case(63, 31, head_dim=1, value_dim=5),
+            Case(64, 64),
+            Case(65, 127, head_dim=128, value_dim=64, heads=(4, 4)),
+            Case(127, 65, head_dim=72, value_dim=128, heads=(3, 1)),
+            Case(40, 70, head_dim=512, heads=(1, 1)),
+            Case(70, 40, head_dim=257, value_dim=512, heads=(1, 1)),
+            Case(239, 513, head_dim=80, heads=(1, 1), mask="causal"),
+            Case(513, 239, heads=(2, 1), mask="causal-top-left"),
+        ]
+    ),
     Case(799, 1030, head_dim=64, heads=(2, 1), dtype=FP32),
     Case(1030, 799, head_dim=32, heads=(1, 1), dtype=BF16, mask="window-sides"),
     Case(1030, 799, head_dim=64, heads=(1, 1), dtype=FP16),
@@ -121,7 +122,9 @@ EXTRAS = in_every_dtype(
         Case(70, 130, head_dim=40, heads=(4, 2), softcap=1.0, mask="causal & padding"),
         Case(70, 130, head_dim=40, batch=2, heads=(6, 2), sinks=True, mask="causal & window"),
         Case(70, 130, head_dim=40, batch=2, heads=(4, 2), dropout_p=0.25),
-        Case(67, 67, head_dim=40, batch=2, heads=(6, 2), dropout_p=0.1, mask="causal", sinks=True, bias="h", softcap=8.0),
+        Case(
+            67, 67, head_dim=40, batch=2, heads=(6, 2), dropout_p=0.1, mask="causal", sinks=True, bias="h", softcap=8.0
+        ),
         Case(33, 65, head_dim=40, scale=0.5),
         Case(33, 65, head_dim=40, scale=-0.1, mask="causal"),
         Case(1, 300, head_dim=64, batch=2, heads=(8, 2), sinks=True, softcap=20.0, mask="padding"),

@@ -44,8 +44,8 @@ def poisoned(problem: Problem, name: str, at: tuple[int, ...], value: float) -> 
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "dense", "causal & padding-left"])
 def test_one_bad_number_changes_what_sees_it_and_nothing_else(kernel: str, mask: str, poison: str):
-    """Which results a bad number may change is what the definition says (the oracle, poisoned in the same way). All others
-    keep their bits, and no result that the definition makes NaN or Inf comes out as a finite number.
+    """Which results a bad number may change is what the definition says (the oracle, poisoned in the same way). All
+    others keep their bits, and no result that the definition makes NaN or Inf comes out as a finite number.
     """
     dtype = DTYPES[len(mask + poison) % len(DTYPES)]
     case = Case(110, 110, head_dim=16, heads=(4, 2), batch=2, mask=mask, dtype=dtype)

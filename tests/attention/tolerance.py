@@ -78,7 +78,8 @@ def _eager_forward(problem: Problem, x: dict[str, Tensor], seen: Tensor) -> tupl
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if problem.bias is not None:
-        scores = scores + x["dbias"].to(scores.dtype)
+        finite = x["dbias"].masked_fill(x["dbias"].isneginf(), 0)  # ``seen`` has the others
+        scores = scores + finite.to(scores.dtype)
     some = seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~seen & some, -torch.inf)  # a row of -inf alone would give NaN gradients
     if problem.sinks is not None:
