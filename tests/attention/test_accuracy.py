@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from .inputs import Case
-from .support import DTYPES, KERNELS, PLAIN_KERNELS, complaints
+from .support import DTYPES, EVERY_KERNEL, EVERY_PLAIN_KERNEL, complaints
 
-EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -149,7 +148,7 @@ FP64 = [
 ]
 
 
-@pytest.mark.parametrize("kernel", PLAIN_KERNELS)
+@EVERY_PLAIN_KERNEL
 @pytest.mark.parametrize("case", FP64, ids=str)
 def test_fp64_is_fp64_all_the_way(case: Case, kernel: str):
     """Judged in extended precision: an FP32 step anywhere would be a hundred million times the tolerance."""

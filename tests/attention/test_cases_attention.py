@@ -15,11 +15,8 @@ from rooftile.errors import UsageError
 
 from .inputs import Case
 from .oracle import as_tensor, exact
-from .support import DTYPES, KERNELS, NATIVE_KERNELS, attend, complaints, run
+from .support import EVERY_DTYPE, EVERY_KERNEL, EVERY_NATIVE_KERNEL, KERNELS, attend, complaints, run
 from .tolerance import Judge
-
-EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 @EVERY_KERNEL
@@ -160,7 +157,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, object]]] = {
 SDPA_LACKS = ("softcap", "sinks", "dropout_p")  # dropout: torch's own mask is not the one that the others draw
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, "sdpa"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "sdpa"], indirect=True)
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_case_9_an_argument_is_honoured_or_refused(kernel: str, argument: str):
     """SageAttention 55: mask, bias and softcap were accepted and ignored."""
@@ -240,7 +237,7 @@ def test_case_13_the_lse_is_a_natural_logarithm_and_merges_as_one(kernel: str):
     torch.testing.assert_close(merged.out.double(), as_tensor(found.value["out"]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", NATIVE_KERNELS)
+@EVERY_NATIVE_KERNEL
 @EVERY_DTYPE
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_case_14_a_neighbours_length_does_not_change_a_bit(kernel: str, dtype: torch.dtype, q_len: int):

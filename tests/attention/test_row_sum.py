@@ -12,10 +12,7 @@ from torch import Tensor
 import rooftile
 
 from .inputs import Case, operands
-from .support import DTYPES, KERNELS, attend
-
-EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+from .support import EVERY_DTYPE, EVERY_KERNEL, attend
 
 INPUTS = [
     Case(64, 64),

@@ -14,12 +14,9 @@ from rooftile import masks
 
 from .inputs import Case
 from .oracle import Problem, as_tensor, exact
-from .support import DTYPES, KERNELS, NATIVE_KERNELS, attend, complaints, run
+from .support import DTYPES, EVERY_DTYPE, EVERY_KERNEL, EVERY_NATIVE_KERNEL, attend, complaints, run
 from .tolerance import Judge
 from .visibility import KINDS
-
-EVERY_KERNEL = pytest.mark.parametrize("kernel", KERNELS)
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 # One element, of NaN or Inf, of one input: of a key that many rows do not see, of a row that does not see many keys.
 POISONS = {
@@ -196,7 +193,7 @@ def test_results_are_written_whole_and_nothing_is_read_beyond_the_inputs(kernel:
     assert Judge.of(problem, case.wanted).complaints(results) == []
 
 
-@pytest.mark.parametrize("kernel", NATIVE_KERNELS)
+@EVERY_NATIVE_KERNEL
 def test_subnormal_halves_lose_at_most_themselves(kernel: str):
     """16-bit subnormals may count as zero, never as something else."""
     problem = Case(8, 40, head_dim=16, dtype=torch.float16).problem()
