@@ -12,11 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from rooftile._attention.arguments import checked_call
+from rooftile._attention.function import needs_grad
+from rooftile._attention.kernels import select
+from rooftile._attention.operators import attention_op
 from rooftile.errors import UsageError
+from rooftile.masks import Mask
 
 __all__ = ["AttentionState", "merge", "merge_all"]
 
@@ -49,6 +55,34 @@ class AttentionState:
             )
         if lse.device != out.device:
             raise UsageError(f"out is on {out.device} and lse on {lse.device}: move one to the other's device")
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout_p: float = 0.0,
+        kernel: str | tuple[str, ...] = "auto",
+    ) -> Self:
+        """The state of q (B, Hq, Lq, D) over k (B, Hkv, Lk, D) and v (B, Hkv, Lk, Dv): arguments of
+        :func:`rooftile.attention`.
+
+        ``dropout_p`` is there to be refused: a dropped pair is drawn by its key's index in the whole row, which a part
+        of the keys doesn't know.
+        """
+        if dropout_p:
+            raise UsageError(
+                f"dropout_p={dropout_p} in a partial state: leave it out, or run rooftile.attention over all keys at "
+                "once"
+            )
+        call = checked_call(q, k, v, mask, bias, scale, softcap, None, 0.0, None)
+        return cls(*attention_op(call, True, select(kernel, call, needs_grad(q, k, v, bias))))
 
     def merge(self, other: AttentionState) -> AttentionState:
         """The state over the keys of both; they must not share a key, which would count twice."""
