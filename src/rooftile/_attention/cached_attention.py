@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rooftile._attention.call import Call, empty_result
 from rooftile._attention.kernels import select
-from rooftile._attention.kv_storage import BLOCK, Contiguous, Storage
+from rooftile._attention.kv_storage import BLOCK, Paged, Storage
 from rooftile._attention.operators import attention_op
+from rooftile._attention.paged import paged_attention
 from rooftile._attention.sequences import check_mask_lengths, sequence_intervals
 from rooftile._attention.state import AttentionState, merge
 from rooftile.masks import Mask, Visibility
@@ -43,7 +44,9 @@ def attend_cached(cached: CachedCall) -> tuple[Tensor, Tensor]:
     if call.is_empty:
         return empty_result(call)
     name = select(cached.kernel, call, needs_grad=False)
-    if name == "native" and isinstance(cached.storage, Contiguous):
+    if name == "native":
+        if isinstance(cached.storage, Paged):
+            return paged_attention(call, cached.storage.keys, cached.storage.values, cached.storage.table)
         return attention_op(call, False, name)
     return _block_by_block(call, lo, hi, cached.storage, name)
 

@@ -67,7 +67,9 @@ def attention_varlen(
     ):
         if not isinstance(x, Tensor) or x.dim() != 3:
             raise UsageError(f"{name} is {short(x) if isinstance(x, Tensor) else type(x).__name__}: give {shape}")
-    call = checked_call(*(_batched(x) for x in (q, k, v)), None, None, scale, softcap, sinks, dropout_p, generator)
+    call = checked_call(
+        _batched(q), _batched(k), _batched(v), None, None, scale, softcap, sinks, dropout_p, generator
+    )  # fmt: skip
     _check_offsets("cu_seqlens_q", cu_seqlens_q, q)
     _check_offsets("cu_seqlens_k", cu_seqlens_k, k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
