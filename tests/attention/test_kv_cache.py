@@ -234,7 +234,7 @@ def test_any_strides_are_taken(storage):
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_sliding_window_gives_the_bits_of_a_window_mask_over_everything(storage, kernel, chunk):
     window, total = 40, BLOCK + 800
-    small = make(storage, window + 50, batch=2, eviction=SlidingWindow(window))
+    small = make(storage, window + 50, batch=2, eviction=SlidingWindow(window), spare_pages=2)
     large = make(storage, total + 60, batch=2)
     mask = masks.window(window, align="bottom-right")
     while int(large.positions[0]) < total:
@@ -282,10 +282,11 @@ def test_a_full_cache_refuses_and_stays_as_it_was(storage):
 
 def test_a_window_too_small_for_the_chunk_refuses():
     cache = make("contiguous", 20, batch=2, eviction=SlidingWindow(16))
-    _, k, v = tokens(600, batch=2)
-    cache.append(k[:, :, :20], v[:, :, :20])
-    with pytest.raises(UsageError, match="fewer tokens"):
-        cache.append(k, v)
+    _, k, v = tokens(20, batch=2)
+    cache.append(k, v)
+    cache.append(k[:, :, :5], v[:, :, :5])
+    with pytest.raises(UsageError, match="needs 15 keys, and 6 more exceed the capacity of 20: append fewer tokens"):
+        cache.append(k[:, :, :6], v[:, :, :6])
 
 
 def test_queries_older_than_what_the_window_kept_are_refused():

@@ -78,7 +78,7 @@ class KVCache:
                 )
             slots = capacity + BLOCK - 1
         keys, values = _allocate(batch, kv_heads, slots, head_dim, value_dim, dtype, device)
-        self._set_up(Contiguous(keys, values), batch, eviction)
+        self._set_up(Contiguous(keys, values, capacity), batch, eviction)
 
     @classmethod
     def paged(

@@ -77,19 +77,19 @@ class Storage(ABC):
 
 
 class Contiguous(Storage):
-    """One run of ``slots`` a sequence: (B, Hkv, slots, D)."""
+    """One run of slots a sequence: (B, Hkv, slots, D), of which ``capacity`` may be in use."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         super().__init__(keys, values)
+        self.capacity = capacity
         self._origin = [0] * keys.shape[0]
 
     def shortage(self, seen: Sequence[int], added: Sequence[int], keep_from: Sequence[int]) -> str | None:
         """See :class:`Storage`."""
-        slots = self.keys.shape[2]
-        for b, (old, new) in enumerate(zip(seen, added, strict=True)):
-            if old + new - self._moved_origin(b, old + new, keep_from[b]) > slots:
-                held = old - self._origin[b]
-                return f"sequence {b} holds {held:,} keys, and {new:,} more don't fit into {slots:,} slots"
+        for b, (old, new, first) in enumerate(zip(seen, added, keep_from, strict=True)):
+            if old - first + new > self.capacity:
+                held, most = old - first, self.capacity
+                return f"sequence {b} needs {held:,} keys, and {new:,} more exceed the capacity of {most:,}"
         return None
 
     def make_room(self, seen: Sequence[int], added: Sequence[int], keep_from: Sequence[int]) -> None:
