@@ -23,7 +23,7 @@ from rooftile._attention.cached_attention import CachedCall, attend_cached
 from rooftile._attention.kv_storage import BLOCK, Contiguous, Paged, Storage
 from rooftile._attention.sequences import check_mask
 from rooftile.errors import UsageError
-from rooftile.masks import Mask, window
+from rooftile.masks import Mask
 
 __all__ = ["KVCache", "SlidingWindow"]
 
@@ -232,6 +232,7 @@ class KVCache:
         self._check_queries(q)
         rows = self._checked_lengths(lengths, q.shape[2])
         self._check_rows(rows, q.shape[2], lengths is None)
+        self._check_mask(mask, q.shape[2])
         if sinks is not None:
             checked_sinks(sinks, q)
             self._check_no_gradient("sinks", sinks)
@@ -240,7 +241,8 @@ class KVCache:
             q=q,
             rows=rows,
             seen=self._seen,
-            mask=self._whole_mask(mask, q.shape[2]),
+            mask=mask,
+            window=self._window,
             sinks=sinks,
             scale=checked_scale(scale, q.shape[3]),
             softcap=checked_softcap(softcap),
@@ -249,8 +251,7 @@ class KVCache:
         out, lse = attend_cached(call)
         return (out, lse) if return_lse else out
 
-    def _whole_mask(self, mask: Mask | None, rows: int) -> Mask | None:
-        """The caller's mask and the window of the eviction policy."""
+    def _check_mask(self, mask: Mask | None, rows: int) -> None:
         if mask is not None:
             check_mask(
                 mask, "attention over a cache", "each sequence has its own keys there, and lengths= says its rows"
@@ -260,10 +261,6 @@ class KVCache:
                 f"{rows} query rows and no mask: say mask=causal(align='bottom-right') for the last {rows} tokens of "
                 "each sequence, or append and attend one token at a time"
             )
-        if self._window is None:
-            return mask
-        kept = window(self._window, align="bottom-right")
-        return kept if mask is None else mask & kept
 
     def _check_rows(self, rows: list[int], padded: int, all_real: bool) -> None:
         if all_real and self._ragged is not None and self._ragged[0] == padded and padded > 0:
