@@ -27,6 +27,7 @@ from rooftile.masks import Mask
 
 __all__ = ["KVCache", "SlidingWindow"]
 
+_NO_GRAPH = "the lengths of a KVCache are Python integers, and a graph would be compiled anew for each"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -164,6 +165,7 @@ class KVCache:
         )
 
     # ---------------------------------------------------------------------------------------------------------- writing
+    @torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | Sequence[int] | None = None) -> None:
         """Append keys ``k`` (B, Hkv, L, D) and values ``v`` (B, Hkv, L, Dv), of which sequence b has the first
         ``lengths[b]``.
@@ -206,6 +208,7 @@ class KVCache:
         return f"append fewer tokens at once, or make the cache with {grow}"
 
     # -------------------------------------------------------------------------------------------------------- attention
+    @torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
     def attend(
         self,
         q: Tensor,
@@ -350,8 +353,9 @@ def _allocate(
         _check_size("KVCache", name, size)
     if dtype not in _DTYPES:
         raise UsageError(f"KVCache(dtype={dtype}): attention takes {', '.join(map(str, _DTYPES))}")
-    keys = torch.empty(rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
-    return keys, torch.empty(rows, kv_heads, slots, value_dim, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # or it could be written to in inference mode alone
+        keys = torch.empty(rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
+        return keys, torch.empty(rows, kv_heads, slots, value_dim, dtype=dtype, device=device)
 
 
 def _check_size(owner: str, name: str, size: int) -> None:
