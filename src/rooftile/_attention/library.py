@@ -44,7 +44,7 @@ _ABSENT = (0, 0, 0, 0, 0)
 
 
 class Pages(NamedTuple):
-    """A paged cache: ``table`` int32 (B, pages of a sequence), contiguous rows; ``size`` keys a page; ``kv_len`` keys."""
+    """A paged cache: ``table`` int32 (B, pages of a sequence), contiguous rows; keys of a page; keys of the longest."""
 
     table: Tensor
     size: int
