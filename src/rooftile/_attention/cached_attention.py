@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rooftile._attention.call import Call, empty_result
+from rooftile._attention.eager import attend
 from rooftile._attention.kernels import select
 from rooftile._attention.kv_storage import BLOCK, Paged, Storage
-from rooftile._attention.operators import attention_op
 from rooftile._attention.paged import paged_attention
 from rooftile._attention.sequences import check_mask_lengths, sequence_intervals
 from rooftile._attention.state import AttentionState, merge
@@ -51,7 +51,7 @@ def attend_cached(cached: CachedCall) -> tuple[Tensor, Tensor]:
     call = replace(call, visibility=Visibility(lo, hi))
     if isinstance(cached.storage, Paged):
         return paged_attention(call, cached.storage.keys, cached.storage.values, cached.storage.table)
-    return attention_op(call, False, name)
+    return attend(call, False, name, with_grad=False)
 
 
 def _coordinates(cached: CachedCall, origins: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def _block_by_block(call: Call, lo: Tensor, hi: Tensor, storage: Storage, name: 
         j = torch.arange(start, start + BLOCK, device=call.q.device)
         visible = ((j >= lo) & (j < hi)).unsqueeze(1)  # (B, 1, Lq, BLOCK)
         part = replace(call, k=keys, v=values, visibility=Visibility(dense=visible), sinks=None)
-        block = AttentionState(*attention_op(part, True, name))
+        block = AttentionState(*attend(part, True, name, with_grad=False))
         states = block if states is None else merge(states, block)
     assert states is not None  # some row sees a key
     return states.finish(call.q.dtype, call.sinks)

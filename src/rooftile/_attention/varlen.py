@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rooftile._attention.arguments import checked_call, short
+from rooftile._attention.eager import attend
 from rooftile._attention.function import needs_grad
 from rooftile._attention.kernels import select
-from rooftile._attention.operators import attention_op
 from rooftile._attention.sequences import check_mask, check_mask_lengths, sequence_intervals
 from rooftile.errors import UsageError
 from rooftile.masks import Mask, Visibility
@@ -83,7 +83,8 @@ def attention_varlen(
         check_mask(mask, "attention_varlen", "the offsets already say where each sequence ends")
         _check_alignment(mask, cu_seqlens_q.diff(), cu_seqlens_k.diff())
     call = replace(call, visibility=_visibility(mask, cu_seqlens_q.long(), cu_seqlens_k.long(), q.shape[0]))
-    out, lse = attention_op(call, False, select(kernel, call, needs_grad(q, k, v, sinks)))
+    with_grad = needs_grad(q, k, v, sinks)
+    out, lse = attend(call, False, select(kernel, call, with_grad), with_grad)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
