@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftile import KVCache, SlidingWindow, UsageError, masks
 from rooftile._attention import library
@@ -432,6 +433,18 @@ def test_queries_without_lengths_after_a_ragged_append_are_refused():
 
 def test_the_representation_says_what_is_used():
     assert "lengths [8, 8, 8], 7,680 of 30,720 bytes used" in repr(filled())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "tiled"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_cache_of_fake_tensors_gives_shapes_as_an_audit_asks_for_them(storage, kernel):
+    with FakeTensorMode():
+        cache = make(storage, 40)
+        q, k, v = tokens(20)
+        cache.append(k, v, [20, 3, 7])
+        out, lse = cache.attend(q, lengths=[20, 3, 7], mask=CAUSAL, return_lse=True, kernel=kernel)
+        assert (out.shape, lse.shape) == ((B, HQ, 20, DV), (B, HQ, 20))
+        assert cache.attend(q[:, :, :1], kernel=kernel).shape == (B, HQ, 1, DV)
 
 
 # ------------------------------------------------------------------------------------------------------------- operator

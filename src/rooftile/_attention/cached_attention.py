@@ -13,7 +13,7 @@ from rooftile._attention.eager import attend
 from rooftile._attention.kernels import select
 from rooftile._attention.kv_storage import BLOCK, Paged, Storage
 from rooftile._attention.paged import paged_attention
-from rooftile._attention.sequences import check_mask_lengths, sequence_intervals
+from rooftile._attention.sequences import check_mask_lengths, has_values, sequence_intervals
 from rooftile._attention.state import AttentionState, merge
 from rooftile.masks import Mask, Visibility, window
 
@@ -77,10 +77,12 @@ def _block_by_block(call: Call, lo: Tensor, hi: Tensor, storage: Storage, name: 
     longest sequence sees would round differently beside a longer neighbour. A block without a key that a sequence sees
     merges into it as nothing.
     """
-    sees = lo < hi
-    if not bool(sees.any()):
-        return empty_result(call)
-    first, last = int(lo[sees].min()), int(hi[sees].max())
+    first, last = 0, call.k.shape[2]
+    if has_values(lo):
+        sees = lo < hi
+        if not bool(sees.any()):
+            return empty_result(call)
+        first, last = int(lo[sees].min()), int(hi[sees].max())
     lo, hi = (end.to(call.q.device).unsqueeze(-1) for end in (lo, hi))  # (B, Lq, 1)
     states: AttentionState | None = None
     for start in range(first // BLOCK * BLOCK, last, BLOCK):
