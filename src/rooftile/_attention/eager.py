@@ -53,8 +53,8 @@ def _refuse_tangents(call: Call) -> None:
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v), ("bias", call.bias), ("sinks", call.sinks)):
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise UsageError(
-                f"{name} carries a forward-mode tangent, and attention has reverse-mode derivatives only: use grad, vjp "
-                "or jacrev instead of jvp or jacfwd"
+                f"{name} carries a forward-mode tangent, and attention has reverse-mode derivatives only: use grad, "
+                "vjp or jacrev instead of jvp or jacfwd"
             )
 
 

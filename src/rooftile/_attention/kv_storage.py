@@ -119,7 +119,7 @@ class Contiguous(Storage):
         """See :class:`Storage`."""
         return self._origin[sequence]
 
-    def spanning(self, batch: int, extent: int) -> tuple[Tensor, Tensor]:
+    def spanning(self, batch: int, extent: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """See :class:`Storage`."""
         return self.keys[:, :, :extent], self.values[:, :, :extent]
 
@@ -202,7 +202,7 @@ class Paged(Storage):
             yield Span(self._tables[sequence][index], slot, length)
             position += length
 
-    def origin(self, sequence: int) -> int:
+    def origin(self, sequence: int) -> int:  # noqa: ARG002
         """See :class:`Storage`."""
         return 0
 

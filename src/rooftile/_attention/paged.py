@@ -34,11 +34,11 @@ def _forward(
     return out, lse
 
 
-def _forward_fake(q: Tensor, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return empty_output(q, values)
 
 
-def _refuse_gradient(ctx: Any, *gradients: Tensor | None) -> None:
+def _refuse_gradient(ctx: Any, *gradients: Tensor | None) -> None:  # noqa: ARG001
     raise UsageError("attention over pages has no gradient: run it under torch.no_grad()")
 
 

@@ -1,7 +1,7 @@
 """torch's own CPU kernel behind ``F.scaled_dot_product_attention``: a peer to compare with, which runs only when named.
 
-Its operator is called directly, because the public function keeps the LSE to itself. What it lacks of the contract is in
-:attr:`Sdpa.lacks`, and a call that needs more is refused.
+Its operator is called directly, because the public function keeps the LSE to itself. What it lacks of the contract is
+in :attr:`Sdpa.lacks`, and a call that needs more is refused.
 """
 
 from __future__ import annotations

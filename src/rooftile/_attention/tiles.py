@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile._attention.call import Call
 
-__all__ = ["KEY_TILE", "ROW_TILE", "Tile", "tiles_of"]
+__all__ = ["KEY_TILE", "ROW_TILE", "Tile", "row_tiles", "tiles_of"]
 
 #: Rows and keys of a tile: with 8 heads its fp32 scores are 2 MiB. Fewer rows leave room for more keys.
 ROW_TILE = 128
@@ -48,6 +48,12 @@ class Tile:
             part = part.unsqueeze(2) if part.shape[1] == 1 else part.unflatten(1, (-1, call.group))
             shown = part if shown is None else shown & part
         return shown
+
+
+def row_tiles(q_len: int, kv_len: int) -> Iterator[Tile]:
+    """All keys of a tile of rows at a time, masked throughout."""
+    for start in range(0, q_len, ROW_TILE):
+        yield Tile(slice(start, min(start + ROW_TILE, q_len)), slice(0, kv_len), True)
 
 
 def tiles_of(call: Call) -> Iterator[tuple[slice, list[Tile]]]:
