@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftile import capture, devices, formats, ledgers, lowp, roofline, zoo
+    from rooftile import capture, devices, formats, ledgers, lowp, masks, roofline, zoo
+    from rooftile._attention import attention
     from rooftile._audit import audit
     from rooftile.capture import CaptureOptions, Step, Trace
     from rooftile.capture.trace_file import load_trace, save_trace
@@ -31,6 +32,7 @@ _PUBLIC = {
     "Trace": "rooftile.capture.trace",
     "UnitError": "rooftile.errors",
     "UsageError": "rooftile.errors",
+    "attention": "rooftile._attention",
     "audit": "rooftile._audit",
     "capture": "rooftile.capture",
     "devices": "rooftile.devices",
@@ -39,6 +41,7 @@ _PUBLIC = {
     "ledgers": "rooftile.ledgers",
     "lowp": "rooftile.lowp",
     "load_trace": "rooftile.capture.trace_file",
+    "masks": "rooftile.masks",
     "register_cost": "rooftile.costs",
     "roofline": "rooftile.roofline",
     "save_trace": "rooftile.capture.trace_file",
@@ -55,6 +58,7 @@ __all__ = [
     "Trace",
     "UnitError",
     "UsageError",
+    "attention",
     "audit",
     "capture",
     "devices",
@@ -63,6 +67,7 @@ __all__ = [
     "ledgers",
     "load_trace",
     "lowp",
+    "masks",
     "register_cost",
     "roofline",
     "save_trace",
