@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ __all__ = ["VisibleKeys", "make_mask"]
 _NEUTRAL = frozenset({
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix", "config", "dtype", "local_size",
 })  # fmt: skip
+
+
+#: Operations that take a mask for something else than it is, whichever one they mean.
+_ARITHMETIC = frozenset({"sub", "rsub", "isub", "mul", "rmul", "imul", "baddbmm", "addcmul"})
 
 
 class VisibleKeys:
@@ -70,6 +75,14 @@ class VisibleKeys:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+        name = getattr(function, "__name__", "").strip("_")
+        if name in ("add", "radd", "iadd") and len(args) == 2 and not kwargs:
+            return _added(*args)
+        if name in _ARITHMETIC:
+            raise UsageError(
+                f"this model computes with its mask ({name}) as if it were numbers, so it doesn't leave attention to "
+                'transformers\' interface; load it with attn_implementation="eager".'
+            )
         return function(*_as_tensors(args), **_as_tensors(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -95,6 +108,15 @@ class VisibleKeys:
 
     def __repr__(self) -> str:
         return f"VisibleKeys({tuple(self.shape)}, {self.mask})"
+
+
+def _added(a: Any, b: Any) -> Tensor:
+    """A mask added to scores or to a bias, as transformers' eager mask is: 0 where visible, the least number where not."""
+    mask, other = (a, b) if isinstance(a, VisibleKeys) else (b, a)
+    if mask.mask is None:
+        return other.expand(torch.broadcast_shapes(other.shape, mask.shape))  # type: ignore[no-any-return]
+    least = torch.finfo(other.dtype).min
+    return other + torch.where(mask.materialize(), other.new_zeros(()), least)  # type: ignore[no-any-return]
 
 
 def _as_tensors(value: Any) -> Any:
@@ -129,6 +151,7 @@ def make_mask(
         )
     if isinstance(attention_mask, VisibleKeys):
         return attention_mask
+    _require_interface(rest.get("config"))
     square = Square(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
     function = mask_function if mask_function is not None else _causal()
     parts = None if use_vmap or not readings_agree() else read(function, square)
@@ -138,6 +161,20 @@ def make_mask(
         parts += _padding(attention_mask, square)
     mask = functools.reduce(operator.and_, parts) if parts else None
     return VisibleKeys((batch_size, 1, q_length, kv_length), square.device, mask)
+
+
+def _require_interface(config: Any) -> None:
+    """Refuse a model that writes attention out by itself: it would take this mask for another kind."""
+    if config is None:
+        return
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    names = [type(part).__module__.replace(".configuration_", ".modeling_") for part in parts if part is not None]
+    models = [sys.modules[name] for name in names if name in sys.modules]
+    if models and not any(hasattr(model, "ALL_ATTENTION_FUNCTIONS") for model in models):
+        raise UsageError(
+            f"the model of {type(config).__name__} doesn't call transformers' attention interface, so no "
+            'attn_implementation can serve it; load it with attn_implementation="eager".'
+        )
 
 
 def _causal() -> MaskFunction:
