@@ -36,18 +36,28 @@ Block = tuple[int, int]
 
 
 def visible_keys(args: tuple[Any, ...], q_at: int) -> tuple[tuple[str, Any], ...]:
-    """The keyword arguments to add to a call of an operator of :data:`INTERVAL_OPERATORS`; none without intervals."""
-    q, k, lo, hi = args[q_at], args[q_at + 1], args[q_at + 3], args[q_at + 4]
+    """The keyword arguments to add to a call of an operator of :data:`INTERVAL_OPERATORS`; none if its schema says all."""
+    q, k, lo, hi, dense = (args[q_at + place] for place in (0, 1, 3, 4, 5))
     if not isinstance(lo, Tensor) or not isinstance(hi, Tensor):
-        return ()
+        return (("visible_evidence", "assumed"),) if _hides_keys(dense) else ()
     mask = mask_of(lo)
     with _disable_current_modes():
-        if lo.is_meta or isinstance(lo, FakeTensor):
-            blocks, evidence = _of_positions(mask, q.shape[2], k.shape[2])
-        else:
+        if _has_values(lo):
             blocks, evidence = _blocks(lo, hi), "observed"
+        else:
+            blocks, evidence = _of_positions(mask, q.shape[2], k.shape[2])
     causal = mask is not None and any(_ends_at_query(part) for part in mask.parts)
+    evidence = "assumed" if _hides_keys(dense) else evidence
     return ("visible_keys", blocks), ("visible_evidence", evidence), ("visible_causal", causal)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def _hides_keys(dense: Any) -> bool:
+    """Whether this is padding whose values aren't there: with them it would mostly be intervals, and skip tiles."""
+    return isinstance(dense, Tensor) and dense.shape[-2] == 1 and not _has_values(dense)
 
 
 def _ends_at_query(part: Mask) -> bool:
@@ -103,6 +113,6 @@ def assumptions(ops: Iterable[Op]) -> str:
     if not count:
         return ""
     return (
-        f"{count} calls of rooftile.attention have padding or documents, whose lengths are data: their FLOPs and bytes "
-        "are counted as if those hid nothing, an upper bound (assumed); --live looks at the lengths"
+        f"{count} calls of rooftile.attention hide padding or other documents, which is data: their FLOPs and bytes "
+        "are counted as if those hid nothing, an upper bound (assumed); a live capture (--live) looks at the values"
     )
