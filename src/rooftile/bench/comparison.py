@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rooftile.bench.record import Record, quartiles
 from rooftile.errors import UsageError
 
-__all__ = ["Comparison", "compare", "difference"]
+__all__ = ["Comparison", "compare", "compare_all", "difference"]
 
 #: What two records may differ in, because it is what a comparison is about: who ran, and the release of this library.
 _COMPARED = {"contender", "kernel", "path", "versions.rooftile", "versions.native_core"}
@@ -47,6 +47,28 @@ def compare(before: Record, after: Record) -> Comparison:
     if before.is_rate:
         return Comparison(before, after, after.value / before.value, second[0] / first[2], second[2] / first[0])
     return Comparison(before, after, before.value / after.value, first[0] / second[2], first[2] / second[0])
+
+
+def compare_all(before: Sequence[Record], after: Sequence[Record]) -> tuple[list[Comparison], list[Record]]:
+    """Every measurement that both have, and those that only one of them has.
+
+    A measurement is the same task of the same contender on the same input. Where no record of ``after`` was taken under
+    the conditions of ``before``, UsageError names the first that differs.
+    """
+    compared, alone, met = [], [], set()
+    for record in before:
+        candidates = [other for other in after if _subject(other) == _subject(record)]
+        if not candidates:
+            alone.append(record)
+            continue
+        best = next((other for other in candidates if difference(record, other) is None), candidates[0])
+        compared.append(compare(record, best))
+        met.add(_subject(record))
+    return compared, [*alone, *(other for other in after if _subject(other) not in met)]
+
+
+def _subject(record: Record) -> tuple[object, ...]:
+    return record.task, record.contender, record.dtype, record.shape, record.options
 
 
 def difference(a: Record, b: Record) -> tuple[str, Any, Any] | None:

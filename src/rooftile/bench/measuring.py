@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rooftile._collector import collector_paused
+from rooftile.bench.neighbours import Neighbours
 from rooftile.bench.record import quartiles
 from rooftile.errors import UsageError
 
@@ -23,11 +24,15 @@ _FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds a call, one sample a round; each is the mean of ``calls`` calls in a row."""
+    """Seconds a call, one sample a round; each is the mean of ``calls`` calls in a row.
+
+    ``others_busy`` is how many processors other processes used during all rounds; None where it is unknown.
+    """
 
     samples: tuple[float, ...]
     calls: int
     warm_up: int
+    others_busy: float | None
 
     @property
     def median(self) -> float:
@@ -59,7 +64,7 @@ def measure(
         calls[name], rounds[name] = _planned(run, warm_up, repeats, budget)
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
-    with collector_paused():
+    with collector_paused(), Neighbours() as others:
         for number in range(warm_up - 1 + repeats):  # planning was a round of warm-up
             shift = number % len(names) if names else 0
             for name in names[shift:] + names[:shift]:
@@ -69,7 +74,7 @@ def measure(
                 seconds = _seconds_a_call(contenders[name], calls[name])
                 if number >= warm_up - 1:
                     samples[name].append(seconds)
-    return {name: Timing(tuple(taken), calls[name], warm_up) for name, taken in samples.items()}
+    return {name: Timing(tuple(taken), calls[name], warm_up, others.busy) for name, taken in samples.items()}
 
 
 def _planned(run: Callable[[], object], warm_up: int, repeats: int, budget: float) -> tuple[int, int]:
