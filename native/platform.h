@@ -17,7 +17,7 @@ namespace {
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
-int32_t best_isa() {
+inline int32_t best_isa() {
 #if defined(ROOFTILE_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -31,7 +31,7 @@ int32_t best_isa() {
 
 const int32_t machine_isa = best_isa();
 
-int32_t chosen_isa(int32_t asked) { return asked < 0 ? machine_isa : asked; }
+inline int32_t chosen_isa(int32_t asked) { return asked < 0 ? machine_isa : asked; }
 
 #if defined(__unix__) || defined(__APPLE__)
 const pid_t loader_pid = getpid();
@@ -45,7 +45,7 @@ constexpr int64_t kSerialBelow = 1 << 15;  // elements; waking a thread costs mo
 
 // A fresh large result is faulted in page by page while it is written, which takes longer than the rounding. Asking for huge
 // pages (whole ones inside the result) makes that 512 times rarer; it is advice and changes no byte.
-void advise_huge_pages(void* data, int64_t bytes) {
+inline void advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHuge = uintptr_t(1) << 21;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) / kHuge * kHuge;

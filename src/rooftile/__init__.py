@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftile import capture, devices, formats, ledgers, lowp, roofline, zoo
+    from rooftile import bench, capture, devices, formats, ledgers, lowp, masks, roofline, zoo
+    from rooftile._attention import attention
     from rooftile._audit import audit
     from rooftile.capture import CaptureOptions, Step, Trace
     from rooftile.capture.trace_file import load_trace, save_trace
@@ -31,7 +32,9 @@ _PUBLIC = {
     "Trace": "rooftile.capture.trace",
     "UnitError": "rooftile.errors",
     "UsageError": "rooftile.errors",
+    "attention": "rooftile._attention",
     "audit": "rooftile._audit",
+    "bench": "rooftile.bench",
     "capture": "rooftile.capture",
     "devices": "rooftile.devices",
     "flops": "rooftile.costs.flops",
@@ -39,6 +42,7 @@ _PUBLIC = {
     "ledgers": "rooftile.ledgers",
     "lowp": "rooftile.lowp",
     "load_trace": "rooftile.capture.trace_file",
+    "masks": "rooftile.masks",
     "register_cost": "rooftile.costs",
     "roofline": "rooftile.roofline",
     "save_trace": "rooftile.capture.trace_file",
@@ -55,7 +59,9 @@ __all__ = [
     "Trace",
     "UnitError",
     "UsageError",
+    "attention",
     "audit",
+    "bench",
     "capture",
     "devices",
     "flops",
@@ -63,6 +69,7 @@ __all__ = [
     "ledgers",
     "load_trace",
     "lowp",
+    "masks",
     "register_cost",
     "roofline",
     "save_trace",

@@ -1,0 +1,78 @@
+// The C ABI of exact tiled attention: checks the problem, chooses the code path, and shares independent tasks among threads.
+//
+// Which tasks there are depends on shapes alone, and no two of them write the same memory: the bits of a result do not depend on
+// how many threads there are or which of them runs what.
+#include "attention_abi.h"
+
+#include <cstdlib>
+
+#include "attention_executor.h"
+#include "attention_kernels.h"
+#include "platform.h"
+
+namespace rooftile {
+namespace {
+
+bool has_bf16_products() {
+#if defined(ROOFTILE_X86)
+  __builtin_cpu_init();
+  return machine_isa == kAvx512 && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+int32_t best_path() {
+  if (has_bf16_products()) return kPathAvx512Bf16;
+  return machine_isa == kAvx512 ? kPathAvx512 : machine_isa == kAvx2 ? kPathAvx2 : kPathPortable;
+}
+
+const int32_t machine_path = best_path();
+
+int32_t chosen_path(const AttentionProblem& p) {
+  const int32_t path = p.path == kPathAuto ? machine_path : p.path;
+  // Paths that differ only in bf16 products are one path for other dtypes.
+  return path == kPathAvx512Bf16 && p.dtype != kBf16 ? kPathAvx512 : path;
+}
+
+const AttentionPass* forward_of(const AttentionProblem& p) {
+  switch (chosen_path(p)) {
+    case kPathPortable: return &portable::forward_fp32;
+#if defined(ROOFTILE_X86)
+    case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::forward_fp32 : nullptr;
+    case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::forward_fp32 : nullptr;
+    case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::forward_bf16 : nullptr;
+#endif
+    default: return nullptr;
+  }
+}
+
+constexpr int64_t kMostHeadDim = 512;
+
+bool usable(const AttentionProblem& p) {
+  return p.batch >= 0 && p.q_heads >= 0 && p.kv_heads > 0 && p.q_len >= 0 && p.kv_len >= 0 && p.kv_len < (int64_t{1} << 31) &&
+         p.q_heads % p.kv_heads == 0 && p.head_dim >= 0 && p.head_dim <= kMostHeadDim && p.value_dim >= 0 &&
+         p.value_dim <= kMostHeadDim && p.dtype >= kFp32 && p.dtype <= kFp16 && (p.out_dtype == p.dtype || p.out_dtype == kFp32) &&
+         (p.page_size == 0 || p.pages != nullptr);
+}
+
+int32_t execute(const AttentionPass& pass, const AttentionProblem& p) {
+  return share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads, [&](int64_t first, int64_t last, char* scratch) {
+    pass.run(p, first, last, scratch);
+  });
+}
+
+}  // namespace
+}  // namespace rooftile
+
+using namespace rooftile;
+
+ROOFTILE_API int32_t rooftile_attention_abi() { return 1; }
+
+ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path; }
+
+ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
+  if (!usable(*problem)) return -1;
+  const AttentionPass* pass = forward_of(*problem);
+  return pass == nullptr ? -2 : execute(*pass, *problem);
+}

@@ -1,0 +1,184 @@
+// What differs between arithmetics: how operands are laid out, and how a tile of probabilities becomes one.
+//
+// An engine packs query rows once (their transpose is operand B of the scores), reads keys as operand A straight from memory where
+// their layout allows it, and multiplies probabilities with V. The forward and backward passes are written once over it.
+#pragma once
+
+#include "attention_softmax.h"
+
+namespace rooftile {
+namespace ROOFTILE_ISA {
+
+constexpr int64_t kColumnStep = 16;  // operands are padded to whole 16 x 16 transposes
+
+// A tile of rows as operand A of a product over the head dim: row j at data + j * step.
+template <typename Scalar>
+struct RowOperand {
+  const Scalar* data;
+  int64_t step;
+};
+
+// fp32 arithmetic on operands of any dtype.
+struct Fp32Engine {
+  using Op = Fp32Op;
+  using Scalar = float;
+  static constexpr int64_t kKeyTile = 96;
+  static constexpr int64_t kKeyAlign = 1;  // a group's visible part of a tile may start anywhere
+
+  static int64_t depth(int64_t dim) { return dim; }
+  static int64_t padded(int64_t dim) { return round_up(dim, kColumnStep); }
+
+  // Rows [first, first + count) with zeros up to padded(dim), as row-major Scalars.
+  static void copy_rows(const RowSource& rows, int64_t first, int64_t count, int64_t dim, Scalar* to) {
+    for (int64_t j = 0; j < count; ++j) copy_row(rows.row(first + j), rows, dim, to + j * padded(dim));
+  }
+  static void copy_row(const char* at, const RowSource& rows, int64_t dim, Scalar* to) {
+    read_row(at, rows.element_bytes, rows.dtype, dim, padded(dim), to);
+  }
+  static RowOperand<Scalar> row_operand(const RowSource& rows, int64_t first, int64_t count, int64_t dim, Scalar* scratch) {
+    if (rows.dtype == kFp32 && rows.element_bytes == 4 && rows.row_bytes % 4 == 0 && rows.adjacent(first, count)) {
+      return {reinterpret_cast<const float*>(rows.row(first)), rows.row_bytes / 4};
+    }
+    copy_rows(rows, first, count, dim, scratch);
+    return {scratch, padded(dim)};
+  }
+  static void transpose(const Scalar* from, int64_t ld, int64_t rows, int64_t cols, Scalar* to, int64_t ld_to) {
+    transpose_dwords(reinterpret_cast<const uint32_t*>(from), ld, rows, cols, reinterpret_cast<uint32_t*>(to), ld_to);
+  }
+
+  // ---- the forward pass: V as it lies in memory is the operand of the product with the probabilities.
+  static int64_t value_scratch(int64_t value_dim) { return kKeyTile * padded(value_dim); }
+  static RowOperand<Scalar> value_operand(const RowSource& v, int64_t first, int64_t count, int64_t dim, Scalar* scratch) {
+    return row_operand(v, first, count, dim, scratch);
+  }
+  static int64_t probability_scratch() { return 0; }  // in place of the scores
+
+  template <bool Masked>
+  static void softmax(int vecs, int64_t keys, float c, float* s, const uint32_t* visible, float* m, float* l, float* factor, Scalar*) {
+    softmax_fp32<Masked>(vecs, keys, c, s, visible, m, l, factor);
+  }
+  static float probability(const float* s, const Scalar*, int64_t key, int lane) { return s[key * kLanes + lane]; }
+  static void drop(int vecs, int64_t keys, const uint32_t* keep, float* s, Scalar*) {
+    for (int64_t k = 0; k < keys; ++k) {
+      for (int n = 0; n < vecs; ++n) {
+        float* at = s + k * kLanes + n * W;
+        store(at, (Vf)((Vu)load(at) & load(keep + k * kLanes + n * W)));
+      }
+    }
+  }
+  // O^T[dim][lane] = O^T * factor[lane] + V^T P^T over the tile's keys from `from` on.
+  static void accumulate(int vecs, int64_t keys, int64_t dim, RowOperand<Scalar> v, int64_t from, const float* s, const Scalar*,
+                         const float* factor, float* out) {
+    gemm<Op, Into::kScaleAdd, true>(dim, vecs, keys, v.data + from * v.step, v.step, s, kLanes, out, kLanes, factor);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// bf16 operands and products, fp32 sums. Scalars are pairs of neighbours along the sum, in one dword.
+struct Bf16Engine {
+  using Op = Bf16PairOp;
+  using Scalar = uint32_t;
+  static constexpr int64_t kKeyTile = 128;
+  static constexpr int64_t kKeyAlign = 2;
+
+  static int64_t depth(int64_t dim) { return (dim + 1) / 2; }
+  static int64_t padded(int64_t dim) { return round_up(depth(dim), kColumnStep); }
+
+  static void copy_row(const char* at, const RowSource& rows, int64_t dim, Scalar* to) {
+    read_row_raw(at, rows.element_bytes, dim, padded(dim) * 2, reinterpret_cast<uint16_t*>(to));
+  }
+  static void copy_rows(const RowSource& rows, int64_t first, int64_t count, int64_t dim, Scalar* to) {
+    for (int64_t j = 0; j < count; ++j) copy_row(rows.row(first + j), rows, dim, to + j * padded(dim));
+  }
+  static RowOperand<Scalar> row_operand(const RowSource& rows, int64_t first, int64_t count, int64_t dim, Scalar* scratch) {
+    if (dim % 2 == 0 && rows.element_bytes == 2 && rows.row_bytes % 4 == 0 && rows.adjacent(first, count) &&
+        reinterpret_cast<uintptr_t>(rows.row(first)) % 4 == 0) {
+      return {reinterpret_cast<const uint32_t*>(rows.row(first)), rows.row_bytes / 4};
+    }
+    copy_rows(rows, first, count, dim, scratch);
+    return {scratch, padded(dim)};
+  }
+  static void transpose(const Scalar* from, int64_t ld, int64_t rows, int64_t cols, Scalar* to, int64_t ld_to) {
+    transpose_dwords(from, ld, rows, cols, to, ld_to);
+  }
+
+  // ---- the forward pass: V^T[dim][key pair]. The scratch holds it first and the interleaved rows behind it.
+  static constexpr int64_t kPairs = kKeyTile / 2;
+  static int64_t value_scratch(int64_t value_dim) { return (kPairs + 1) * round_up(value_dim, kColumnStep) * 2; }
+  static RowOperand<Scalar> value_operand(const RowSource& v, int64_t first, int64_t count, int64_t dim, Scalar* scratch) {
+    const int64_t wide = round_up(dim, kColumnStep), pairs = (count + 1) / 2;
+    Scalar* interleaved = scratch + kPairs * wide;
+    uint16_t* row = reinterpret_cast<uint16_t*>(interleaved + kPairs * wide);  // two rows, where memory can't be read in place
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+      const uint16_t* source[2];
+      for (int64_t half = 0; half < 2; ++half) {
+        const int64_t j = 2 * pair + half;
+        source[half] = row + half * wide;
+        if (j >= count) {
+          std::memset(row + half * wide, 0, static_cast<size_t>(dim) * 2);
+        } else if (v.element_bytes == 2 && reinterpret_cast<uintptr_t>(v.row(first + j)) % 2 == 0) {
+          source[half] = reinterpret_cast<const uint16_t*>(v.row(first + j));
+        } else {
+          read_row_raw(v.row(first + j), v.element_bytes, dim, dim, row + half * wide);
+        }
+      }
+      interleave_rows(source[0], source[1], dim, interleaved + pair * wide);
+    }
+    transpose_dwords(interleaved, wide, round_up(pairs, kColumnStep), wide, scratch, kPairs);
+    return {scratch, kPairs};
+  }
+  static int64_t probability_scratch() { return kPairs * kLanes; }
+
+  template <bool Masked, int Vecs>
+  static ROOFTILE_INLINE void stripe(int64_t keys, float c, float* s, const uint32_t* visible, float* running, float* l, float* factor,
+                                     Scalar* probabilities) {
+    Vf m[Vecs], shift[Vecs], sum[Vecs] = {};
+    for (int n = 0; n < Vecs; ++n) m[n] = load(running + n * W);
+    stripe_maximum<Vecs, Masked>(keys, s, visible, m);
+    shift_maximum<Vecs>(m, c, running, factor, shift);
+    const Vu ones = set1(0x3f803f80u);
+    for (int64_t pair = 0; pair < (keys + 1) / 2; ++pair) {
+      for (int n = 0; n < Vecs; ++n) {
+        const float* at = s + 2 * pair * kLanes + n * W;
+        const Vf even = exp2_poly<4>((load(at) - shift[n]) * set1(c));
+        const Vf odd = 2 * pair + 1 < keys ? exp2_poly<4>((load(at + kLanes) - shift[n]) * set1(c)) : Vf{};
+        const Vu both = pack_bf16(even, odd);
+        store(probabilities + pair * kLanes + n * W, both);
+        sum[n] = Op::dot(sum[n], ones, both);  // the rounded ones, in the order of the product with V
+      }
+    }
+    for (int n = 0; n < Vecs; ++n) store(l + n * W, fma(load(l + n * W), load(factor + n * W), sum[n]));
+  }
+  template <bool Masked>
+  static ROOFTILE_NOINLINE void softmax(int vecs, int64_t keys, float c, float* s, const uint32_t* visible, float* m, float* l,
+                                        float* factor, Scalar* probabilities) {
+    int n = 0;
+    for (; n + kStripe <= vecs; n += kStripe) {
+      stripe<Masked, kStripe>(keys, c, s + n * W, visible + n * W, m + n * W, l + n * W, factor + n * W, probabilities + n * W);
+    }
+    for (; n < vecs; ++n) {
+      stripe<Masked, 1>(keys, c, s + n * W, visible + n * W, m + n * W, l + n * W, factor + n * W, probabilities + n * W);
+    }
+  }
+  static float probability(const float*, const Scalar* probabilities, int64_t key, int lane) {
+    return widen_bf16(static_cast<uint16_t>(probabilities[key / 2 * kLanes + lane] >> (key % 2 * 16)));
+  }
+  static void drop(int vecs, int64_t keys, const uint32_t* keep, float*, Scalar* probabilities) {
+    for (int64_t k = 0; k < keys; k += 2) {
+      for (int n = 0; n < vecs; ++n) {
+        const Vu even = load(keep + k * kLanes + n * W);
+        const Vu odd = k + 1 < keys ? load(keep + (k + 1) * kLanes + n * W) : Vu{};
+        Scalar* at = probabilities + k / 2 * kLanes + n * W;
+        store(at, load(at) & ((even & set1(0xffffu)) | (odd & set1(0xffff0000u))));
+      }
+    }
+  }
+  static void accumulate(int vecs, int64_t keys, int64_t dim, RowOperand<Scalar> v, int64_t from, const float*,
+                         const Scalar* probabilities, const float* factor, float* out) {
+    gemm<Op, Into::kScaleAdd, false>(dim, vecs, (keys + 1) / 2, v.data + from / 2, v.step, probabilities, kLanes, out, kLanes, factor);
+  }
+};
+#endif
+
+}  // namespace ROOFTILE_ISA
+}  // namespace rooftile

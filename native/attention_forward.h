@@ -1,0 +1,231 @@
+// The forward pass over tiles: Algorithm 1 of FlashAttention (Dao et al. 2022) with the queries along the lanes.
+#pragma once
+
+#include "attention_engines.h"
+
+namespace rooftile {
+namespace ROOFTILE_ISA {
+
+constexpr int64_t kGroupsPerTask = 4;  // lane groups that share a prepared tile of keys
+
+// Rows of a task depend on shapes alone: never on the number of threads.
+inline int64_t task_rows(const AttentionProblem& p) {
+  const int64_t domains = domains_of(p), rows = packs_heads(p) ? p.q_heads / p.kv_heads * p.q_len : p.q_len;
+  const int64_t large = kGroupsPerTask * kLanes;
+  return domains * ((rows + large - 1) / large) >= 16 ? large : kLanes;
+}
+
+inline int64_t tasks_per_domain(const AttentionProblem& p) {
+  const int64_t rows = packs_heads(p) ? p.q_heads / p.kv_heads * p.q_len : p.q_len;
+  return (rows + task_rows(p) - 1) / task_rows(p);
+}
+
+inline int64_t forward_tasks(const AttentionProblem& p) { return domains_of(p) * tasks_per_domain(p); }
+
+template <class Engine>
+class ForwardPass {
+ public:
+  using Scalar = typename Engine::Scalar;
+
+  ForwardPass(const AttentionProblem& problem, Arena* arena) : p(problem) {
+    const int64_t key_tile = Engine::kKeyTile, wide_q = Engine::padded(p.head_dim), wide_v = round_up(p.value_dim, kColumnStep);
+    rows = arena->take<Scalar>(kLanes * wide_q);
+    s = arena->take<float>(key_tile * kLanes);
+    visible = arena->take<uint32_t>(key_tile * kLanes);
+    extra = arena->take<float>(key_tile * kLanes);
+    probabilities = arena->take<Scalar>(Engine::probability_scratch());
+    k_scratch = arena->take<Scalar>(key_tile * wide_q);
+    v_scratch = arena->take<Scalar>(Engine::value_scratch(p.value_dim));
+    factor = arena->take<float>(kLanes);
+    for (int64_t g = 0; g < kGroupsPerTask; ++g) {
+      state[g].lanes = arena->take<LaneGroup>(1);
+      state[g].q = arena->take<Scalar>(wide_q * kLanes);
+      state[g].o = arena->take<float>(wide_v * kLanes);
+      state[g].m = arena->take<float>(kLanes);
+      state[g].l = arena->take<float>(kLanes);
+      state[g].seen = arena->take<uint32_t>(kLanes);
+    }
+  }
+
+  void run(int64_t task) {
+    const int64_t per_domain = tasks_per_domain(p);
+    const RowDomain domain = domain_of(p, task / per_domain);
+    const int64_t begin = task % per_domain * task_rows(p);
+    int groups = 0;
+    int64_t first = p.kv_len, last = 0;
+    for (int64_t row = begin; row < begin + task_rows(p) && row < domain.rows; row += kLanes, ++groups) {
+      open_group(domain, row, &state[groups]);
+      const LaneGroup& lanes = *state[groups].lanes;
+      if (lanes.first < first) first = lanes.first;
+      if (lanes.last > last) last = lanes.last;
+    }
+    const RowSource k = key_source(p, p.k, domain.b, domain.kv_head), v = key_source(p, p.v, domain.b, domain.kv_head);
+    for (int64_t tile = first / Engine::kKeyTile * Engine::kKeyTile; tile < last; tile += Engine::kKeyTile) {
+      // Memory that no row of this task sees is never read.
+      const int64_t from = tile > first ? tile : first / Engine::kKeyAlign * Engine::kKeyAlign;
+      const int64_t to = tile + Engine::kKeyTile < last ? tile + Engine::kKeyTile : last;
+      visit(k, v, from, to, groups);
+    }
+    for (int g = 0; g < groups; ++g) close_group(&state[g]);
+  }
+
+ private:
+  struct Group {
+    LaneGroup* lanes;
+    Scalar* q;      // Q^T [depth][lane]
+    float* o;       // O^T [value_dim][lane], unnormalised
+    float *m, *l;
+    uint32_t* seen;  // all ones where the lane has seen a key
+  };
+
+  const AttentionProblem& p;
+  Scalar *rows, *probabilities, *k_scratch, *v_scratch;
+  float *s, *extra, *factor;
+  uint32_t* visible;
+  Group state[kGroupsPerTask];
+  enum class Poison { kUnknown, kNone, kSome } poison = Poison::kUnknown;  // of the prepared tile's values
+
+  void open_group(const RowDomain& domain, int64_t first_row, Group* group) {
+    LaneGroup& g = *group->lanes;
+    fill_lanes(p, domain, first_row, &g);
+    const int64_t wide = Engine::padded(p.head_dim);
+    for (int lane = 0; lane < round_up(g.rows, 16); ++lane) {
+      if (lane >= g.rows) {
+        std::memset(static_cast<void*>(rows + lane * wide), 0, static_cast<size_t>(wide) * sizeof(Scalar));
+        continue;
+      }
+      const RowSource q = source_of(p.q, p.dtype, g.b, g.head[lane]);
+      Engine::copy_row(q.row(g.query[lane]), q, p.head_dim, rows + lane * wide);
+    }
+    Engine::transpose(rows, wide, round_up(g.rows, 16), wide, group->q, kLanes);
+    std::memset(group->o, 0, static_cast<size_t>(round_up(p.value_dim, kColumnStep) * kLanes) * 4);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      group->m[lane] = -kInfinity;
+      group->l[lane] = 0.0f;
+      group->seen[lane] = 0;
+    }
+  }
+
+  void visit(const RowSource& k, const RowSource& v, int64_t from, int64_t to, int groups) {
+    bool prepared = false;
+    poison = Poison::kUnknown;
+    RowOperand<Scalar> keys{}, values{};
+    for (int g = 0; g < groups; ++g) {
+      const LaneGroup& lanes = *state[g].lanes;
+      if (!lanes.sees(from, to)) continue;
+      if (!prepared) {
+        keys = Engine::row_operand(k, from, to - from, p.head_dim, k_scratch);
+        values = Engine::value_operand(v, from, to - from, p.value_dim, v_scratch);
+        prepared = true;
+      }
+      const int64_t begin = lanes.first > from ? from + (lanes.first - from) / Engine::kKeyAlign * Engine::kKeyAlign : from;
+      const int64_t end = lanes.last < to ? lanes.last : to;
+      step(&state[g], v, keys, values, from, to, begin, end);
+    }
+  }
+
+  // One lane group against keys [begin, end) of the prepared tile [tile, tile_end).
+  void step(Group* group, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar> values, int64_t tile, int64_t tile_end,
+            int64_t begin, int64_t end) {
+    const LaneGroup& g = *group->lanes;
+    const int64_t count = end - begin;
+    const bool masked = p.dense.data != nullptr || p.bias.data != nullptr || !g.sees_all(begin, end);
+    gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.head_dim), keys.data + (begin - tile) * keys.step,
+                                                   keys.step, group->q, kLanes, s, kLanes);
+    if (masked) {
+      visible_from_intervals(g, begin, count, visible);
+      if (p.dense.data != nullptr) hide_by_dense(p.dense, g, begin, count, visible);
+      if (p.bias.data != nullptr) read_bias(p, g, begin, count, extra, visible);
+      if (!note_seen(g, count, group->seen)) return;
+    } else {
+      for (int lane = 0; lane < kLanes; ++lane) group->seen[lane] = ~0u;
+    }
+    float c = p.scale * kLog2E;
+    if (p.softcap > 0.0f || p.bias.data != nullptr || p.scale <= 0.0f) {
+      cap_and_bias(p, g.vecs, count, s, p.bias.data != nullptr ? extra : nullptr);
+      c = kLog2E;
+    }
+    if (masked) {
+      Engine::template softmax<true>(g.vecs, count, c, s, visible, group->m, group->l, factor, probabilities);
+    } else {
+      Engine::template softmax<false>(g.vecs, count, c, s, visible, group->m, group->l, factor, probabilities);
+    }
+    if (p.drop_below != 0) {
+      uint32_t* keep = reinterpret_cast<uint32_t*>(extra);
+      read_keep(p, g, begin, count, keep);
+      Engine::drop(g.vecs, count, keep, s, probabilities);
+    }
+    if (masked && has_poison(v, tile, tile_end)) {
+      accumulate_selected(group, v, begin, count);
+    } else {
+      Engine::accumulate(g.vecs, count, p.value_dim, values, begin - tile, s, probabilities, factor, group->o);
+    }
+  }
+
+  // Whether any lane sees a key of this tile.
+  bool note_seen(const LaneGroup& g, int64_t count, uint32_t* seen) {
+    Vu any{};
+    for (int n = 0; n < g.vecs; ++n) {
+      Vu here{};
+      for (int64_t k = 0; k < count; ++k) here |= load(visible + k * kLanes + n * W);
+      store(seen + n * W, load(seen + n * W) | here);
+      any |= here;
+    }
+    uint32_t all = 0;
+    for (int i = 0; i < W; ++i) all |= any[i];
+    return all != 0;
+  }
+
+  // Whether a value row of the tile is not finite: where it is hidden, its product with a probability of zero would be NaN.
+  bool has_poison(const RowSource& v, int64_t tile, int64_t tile_end) {
+    if (poison == Poison::kUnknown) poison = rows_finite(v, tile, tile_end, p.value_dim) ? Poison::kNone : Poison::kSome;
+    return poison == Poison::kSome;
+  }
+
+  // The select path: pair by pair, hidden pairs left out. Rare, so plain.
+  void accumulate_selected(Group* group, const RowSource& v, int64_t begin, int64_t count) {
+    for (int lane = 0; lane < group->lanes->rows; ++lane) {
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        float sum = 0.0f;
+        for (int64_t k = 0; k < count; ++k) {
+          if (visible[k * kLanes + lane] == 0) continue;
+          if (p.drop_below != 0 && reinterpret_cast<const uint32_t*>(extra)[k * kLanes + lane] == 0) continue;
+          sum += Engine::probability(s, probabilities, k, lane) * read_element(v.row(begin + k) + d * v.element_bytes, v.dtype);
+        }
+        float* at = group->o + d * kLanes + lane;
+        *at = *at * factor[lane] + sum;
+      }
+    }
+  }
+
+  void close_group(Group* group) {
+    const LaneGroup& g = *group->lanes;
+    const bool scaled = p.softcap > 0.0f || p.bias.data != nullptr || p.scale <= 0.0f;
+    const int64_t size = bytes_of(p.out_dtype);
+    for (int lane = 0; lane < g.rows; ++lane) {
+      const float m = scaled ? group->m[lane] : group->m[lane] * p.scale;
+      const bool empty = group->seen[lane] == 0;  // a row whose visible scores are all -inf is not: it gives NaN, as 0 / 0 does
+      const float l = group->l[lane];
+      float lse = empty ? -kInfinity : l == 0.0f ? l / l : m + std::log(l), shrink = 1.0f;
+      if (p.sinks != nullptr) {  // one more key with this score and no value
+        const float sink = p.sinks[g.head[lane]];
+        const float top = lse > sink ? lse : sink;
+        if (sink != -kInfinity) {
+          const float total = lse == -kInfinity ? sink : top + std::log(std::exp(lse - top) + std::exp(sink - top));
+          shrink = lse == -kInfinity ? 0.0f : std::exp(lse - total);
+          lse = total;
+        }
+      }
+      if (p.lse != nullptr) p.lse[(g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane]] = lse;
+      char* row = static_cast<char*>(p.out.data) + (g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2]) * size;
+      const float times = shrink * (p.drop_below != 0 ? p.keep_scale : 1.0f);
+      for (int64_t d = 0; d < p.value_dim; ++d) {
+        const float value = empty ? 0.0f : group->o[d * kLanes + lane] / l;
+        write_element(row + d * p.out.stride[3] * size, p.out_dtype, times == 1.0f ? value : value * times);
+      }
+    }
+  }
+};
+
+}  // namespace ROOFTILE_ISA
+}  // namespace rooftile
