@@ -64,7 +64,7 @@ def attention_errors(
         b, h = divmod(head, case.kv_heads)
         exact = _exact_head(case, inputs, b, h, backward)
         group = slice(h * case.q_heads // case.kv_heads, (h + 1) * case.q_heads // case.kv_heads)
-        part = {"out": group, "dq": group, "dk": h, "dv": h}
+        part: dict[str, slice | int] = {"out": group, "dq": group, "dk": h, "dv": h}
         for who, found in results.items():
             for name, tensor in found.items():
                 gaps[who][name].add(tensor[b, part[name]], getattr(exact, name))

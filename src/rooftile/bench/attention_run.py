@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-import rooftile
+from rooftile._attention import attention
 from rooftile.bench.attention_case import Case, Inputs
 from rooftile.bench.attention_oracle import attention_errors, heads_compared
 from rooftile.bench.machine import hardware, versions
@@ -105,7 +105,7 @@ def _contenders(
             refused.append((name, f"would materialise {case.square * 4 / 2**30:,.1f} GiB of scores"))
             continue
         try:
-            told = rooftile.attention.explain(probe.q, probe.k, probe.v, mask=case.mask, kernel=name)
+            told = attention.explain(probe.q, probe.k, probe.v, mask=case.mask, kernel=name)
         except UsageError as error:
             refused.append((name, str(error)))
             continue
@@ -116,7 +116,7 @@ def _contenders(
 
 def _ours(case: Case, kernel: str) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = rooftile.attention(q, k, v, mask=case.mask, kernel=kernel)
+        out = attention(q, k, v, mask=case.mask, kernel=kernel)
         assert isinstance(out, Tensor)  # without return_lse there is nothing else
         return out
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftile._units import short_dtypes
 from rooftile.bench.comparison import Comparison
 from rooftile.bench.digits import figure, significant_digits, with_digits
 from rooftile.bench.record import BUSY, WIDE_SPREAD, Record
@@ -42,24 +43,30 @@ def attention_report(outcomes: Sequence[Outcome], roofs: Ceilings, threads: int)
     first = outcomes[0].records[0]
     lines = [f"rooftile bench attention  {_threads([threads])}", *_conditions(first)]
     lines += [
-        f"median of {first.repeats} rounds in turn after {first.warm_up} of warm-up, caches warm; FLOPs of visible pairs, and",
-        "of the whole square under `dense`; errors are absolute; x SDPA: how many times as fast as torch's",
+        f"median of {first.repeats} rounds in turn after {first.warm_up} of warm-up, caches warm; GFLOP/s of visible",
+        "pairs, `dense` of the whole square; absolute errors; x SDPA: how many times as fast as torch's own",
         "",
     ]
     for outcome in outcomes:
         lines += [*_outcome(outcome, roofs, threads), ""]
+    lines += _wrapped(_above_roof(outcomes, roofs, threads))
     lines += _wrapped(_warnings([record for outcome in outcomes for record in outcome.records]))
     return "\n".join(lines)
 
 
 def comparison_report(compared: Sequence[Comparison], alone: Sequence[Record]) -> str:
-    """Before, after, and their ratio with the interval between their quartiles."""
-    rows = []
-    for one in compared:
-        told = "faster" if one.low > 1 else "slower" if one.high < 1 else "same"
-        ratio = f"{one.faster:.2f} ({one.low:.2f}-{one.high:.2f})"
-        rows.append((_titled(one.before), figure(one.before), figure(one.after), ratio, told.ljust(6)))
-    lines = [table(("measurement", "before", "after", "x as fast", "      "), rows), ""]
+    """Before, after, and their ratio with the interval between their quartiles, one table a task."""
+    lines = ["x as fast: how many times the speed, and between which quartiles; across 1 is not told apart", ""]
+    for task in dict.fromkeys(one.before.task for one in compared):
+        rows = [
+            (
+                _input(one.before), figure(one.before), figure(one.after),
+                f"{one.faster:.2f} ({one.low:.2f}-{one.high:.2f})",
+            )
+            for one in compared
+            if one.before.task == task
+        ]  # fmt: skip
+        lines += [table((task, "before", "after", "x as fast"), rows), ""]
     lines += _wrapped(f"in one file only: {_titled(record)}" for record in alone)
     lines += _wrapped(_warnings([record for one in compared for record in (one.before, one.after)]))
     return "\n".join(lines)
@@ -128,6 +135,18 @@ def _row(record: Record, peer: Record | None, roof: tuple[str, float] | None) ->
     )
 
 
+def _above_roof(outcomes: Sequence[Outcome], roofs: Ceilings, threads: int) -> Iterator[str]:
+    from rooftile.bench.ceilings import compute_ceiling
+
+    for record in (record for outcome in outcomes for record in outcome.records):
+        roof = compute_ceiling(roofs, record.dtype, threads)
+        if roof is not None and record.rate("visible FLOPs") > roof[1]:
+            yield (
+                f"error: {_titled(record)} is above the ceiling {roof[0]}: it uses other instructions, or the ceiling was "
+                "measured while others used the machine; the share means nothing"
+            )
+
+
 def _as_error(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
@@ -148,15 +167,26 @@ def _warnings(records: Sequence[Record]) -> Iterator[str]:
     if disturbed:
         yield (
             f"warning: other processes used up to {max(disturbed):.1f} of {records[0].hardware.logical_cpus} "
-            f"processors (more than {BUSY}) during {len(disturbed)} of {len(records)} figures; ratios within a round suffer least"
+            f"processors (more than {BUSY}) during {len(disturbed)} of {len(records)} figures; ratios within a round "
+            "suffer least"
         )
 
 
 def _titled(record: Record) -> str:
-    shape = "x".join(map(str, record.shape))
-    mask = dict(record.options).get("mask", "")
-    parts = [record.task, record.contender, shape, record.dtype, "" if mask == "none" else str(mask)]
-    return " ".join(part for part in parts if part) + f" {record.threads}t"
+    return f"{record.task} {_input(record)}"
+
+
+def _input(record: Record) -> str:
+    """``native 1x32/8x1/4096x128 bf16 causal 2t``."""
+    options = dict(record.options)
+    parts = [record.contender, short_dtypes(record.dtype), str(options.get("mask", "")), f"{record.threads}t"]
+    if record.shape:
+        batch, heads, length, head_dim = record.shape
+        kv_heads, kv_len = options.get("kv_heads", heads), options.get("kv_len", length)
+        heads_text = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
+        length_text = f"{length}" if length == kv_len else f"{length}/{kv_len}"
+        parts.insert(1, f"{batch}x{heads_text}x{length_text}x{head_dim}")
+    return " ".join(part for part in parts if part not in ("", "none"))
 
 
 def _threads(counts: Sequence[int]) -> str:
