@@ -142,8 +142,8 @@ def _above_roof(outcomes: Sequence[Outcome], roofs: Ceilings, threads: int) -> I
         roof = compute_ceiling(roofs, record.dtype, threads)
         if roof is not None and record.rate("visible FLOPs") > roof[1]:
             yield (
-                f"error: {_titled(record)} is above the ceiling {roof[0]}: it uses other instructions, or the ceiling was "
-                "measured while others used the machine; the share means nothing"
+                f"error: {_titled(record)} is above the ceiling {roof[0]}: it uses other instructions, or others used "
+                "the machine while the ceiling was measured; the share means nothing"
             )
 
 
