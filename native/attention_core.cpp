@@ -47,6 +47,18 @@ const AttentionPass* forward_of(const AttentionProblem& p) {
   }
 }
 
+const AttentionGradientPass* backward_of(const AttentionProblem& p) {
+  switch (chosen_path(p)) {
+    case kPathPortable: return &portable::backward_fp32;
+#if defined(ROOFTILE_X86)
+    case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::backward_fp32 : nullptr;
+    case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::backward_fp32 : nullptr;
+    case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::backward_bf16 : nullptr;
+#endif
+    default: return nullptr;
+  }
+}
+
 constexpr int64_t kMostHeadDim = 512;
 
 bool usable(const AttentionProblem& p) {
@@ -62,6 +74,24 @@ int32_t execute(const AttentionPass& pass, const AttentionProblem& p) {
   });
 }
 
+int32_t execute(const AttentionGradientPass& pass, const AttentionProblem& p, const AttentionGradients& g) {
+  const int64_t scratch = pass.scratch(p, g), shared_bytes = pass.shared_bytes(p, g);
+  const int32_t threads = forked() ? 1 : p.threads;
+  char* shared = nullptr;
+  if (shared_bytes > 0) {
+    shared = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>((shared_bytes + 63) / 64 * 64)));
+    if (shared == nullptr) return -3;
+  }
+  int32_t status = share_tasks(pass.tasks(p, g), scratch, threads,
+                               [&](int64_t first, int64_t last, char* mine) { pass.run(p, g, first, last, mine, shared); });
+  if (status == 0) {
+    status = share_tasks(pass.reductions(p, g), scratch, threads,
+                         [&](int64_t first, int64_t last, char* mine) { pass.reduce(p, g, first, last, mine, shared); });
+  }
+  std::free(shared);
+  return status;
+}
+
 }  // namespace
 }  // namespace rooftile
 
@@ -75,4 +105,18 @@ ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem)
   if (!usable(*problem)) return -1;
   const AttentionPass* pass = forward_of(*problem);
   return pass == nullptr ? -2 : execute(*pass, *problem);
+}
+
+ROOFTILE_API int32_t rooftile_attention_backward(const AttentionProblem* problem, const AttentionGradients* gradients) {
+  if (!usable(*problem) || problem->page_size != 0) return -1;
+  const AttentionGradientPass* pass = backward_of(*problem);
+  return pass == nullptr ? -2 : execute(*pass, *problem, *gradients);
+}
+
+ROOFTILE_API int32_t rooftile_attention_plan(const AttentionProblem* problem, AttentionPlan* plan) {
+  if (!usable(*problem)) return -1;
+  const AttentionPass* pass = forward_of(*problem);
+  if (pass == nullptr) return -2;
+  *plan = {chosen_path(*problem), 0, pass->q_tile, pass->kv_tile, pass->tasks(*problem), pass->scores(*problem), pass->scratch(*problem)};
+  return 0;
 }

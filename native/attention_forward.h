@@ -22,6 +22,23 @@ inline int64_t tasks_per_domain(const AttentionProblem& p) {
 
 inline int64_t forward_tasks(const AttentionProblem& p) { return domains_of(p) * tasks_per_domain(p); }
 
+// Query-key pairs that the pass computes scores for: what a lane group visits, times its rows.
+template <class Engine>
+int64_t visited_scores(const AttentionProblem& p) {
+  int64_t scores = 0;
+  LaneGroup lanes;
+  for (int64_t index = 0; index < domains_of(p); ++index) {
+    const RowDomain domain = domain_of(p, index);
+    for (int64_t row = 0; row < domain.rows; row += kLanes) {
+      fill_lanes(p, domain, row, &lanes);
+      if (lanes.first >= lanes.last) continue;
+      const int64_t begin = lanes.first / Engine::kKeyAlign * Engine::kKeyAlign;
+      scores += (lanes.last - begin) * lanes.rows;
+    }
+  }
+  return scores;
+}
+
 template <class Engine>
 class ForwardPass {
  public:

@@ -124,7 +124,7 @@ ROOFTILE_INLINE Vf exp2_poly(Vf t) {
 #endif
 }
 
-// Rounds non-negative fp32 lanes to bf16 (to nearest, ties to even; NaN stays NaN) and puts lane i of `low` and `high` into one dword.
+// Rounds fp32 lanes to bf16 (to nearest, ties to even; NaN stays NaN) and puts lane i of `low` and `high` into one dword.
 ROOFTILE_INLINE Vu pack_bf16(Vf low, Vf high) {
 #if defined(__AVX512BF16__)
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
@@ -137,6 +137,21 @@ ROOFTILE_INLINE Vu pack_bf16(Vf low, Vf high) {
     return (Vu)select((Vu)(x != x), (Vf)(bits | set1(0x400000u)), (Vf)nearest);
   };
   return (rounded(low) >> 16) | (rounded(high) & set1(0xffff0000u));
+#endif
+}
+
+// The same rounding, with neighbouring lanes in one dword: `low`'s lanes first.
+ROOFTILE_INLINE Vu neighbours_bf16(Vf low, Vf high) {
+#if defined(__AVX512BF16__)
+  return (Vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+  alignas(64) uint32_t lanes[2 * W];
+  const Vu even = pack_bf16(low, Vf{}), odd = pack_bf16(high, Vf{});
+  store(lanes, even);
+  store(lanes + W, odd);
+  Vu out;
+  for (int i = 0; i < W; ++i) out[i] = lanes[2 * i] | lanes[2 * i + 1] << 16;
+  return out;
 #endif
 }
 
