@@ -15,7 +15,7 @@ from rooftile._attention import attention
 from rooftile.bench.attention_case import Case, Inputs
 from rooftile.bench.attention_oracle import attention_errors, heads_compared
 from rooftile.bench.machine import hardware, versions
-from rooftile.bench.measuring import Timing, measure, threads_set
+from rooftile.bench.measuring import Timing, check_rounds, measure, threads_set
 from rooftile.bench.record import Record, TensorError
 from rooftile.errors import UsageError
 
@@ -74,6 +74,7 @@ def run_case(
     Forward passes run without gradients. A backward pass is ``torch.autograd.grad`` of q, k and v on a graph that is
     kept. ``errors``: compare every result with FP64.
     """
+    check_rounds(warm_up, repeats)
     tell = say or (lambda _: None)
     with threads_set(threads or torch.get_num_threads()):
         inputs = case.inputs()

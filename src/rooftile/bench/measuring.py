@@ -13,7 +13,7 @@ from rooftile.bench.neighbours import Neighbours
 from rooftile.bench.record import quartiles
 from rooftile.errors import UsageError
 
-__all__ = ["Timing", "measure", "paired_ratio", "threads_set"]
+__all__ = ["Timing", "check_rounds", "measure", "paired_ratio", "threads_set"]
 
 #: A sample lasts at least this long, in seconds: short calls are made several times in a row.
 LEAST_SAMPLE = 1e-3
@@ -54,8 +54,7 @@ def measure(
     dropped. A contender that would take longer than ``budget`` seconds in all gets fewer rounds, at least three, which
     its ``samples`` show. ``say`` is told who runs.
     """
-    if repeats < _FEWEST or warm_up < 1:
-        raise UsageError(f"repeats {repeats}, warm-up {warm_up}: give at least {_FEWEST} repeats and 1 warm-up round")
+    check_rounds(warm_up, repeats)
     tell = say or (lambda _: None)
     calls: dict[str, int] = {}
     rounds: dict[str, int] = {}
@@ -75,6 +74,12 @@ def measure(
                 if number >= warm_up - 1:
                     samples[name].append(seconds)
     return {name: Timing(tuple(taken), calls[name], warm_up, others.busy) for name, taken in samples.items()}
+
+
+def check_rounds(warm_up: int, repeats: int) -> None:
+    """Raise UsageError where there are too few rounds for a median and its spread."""
+    if repeats < _FEWEST or warm_up < 1:
+        raise UsageError(f"repeats {repeats}, warm-up {warm_up}: give at least {_FEWEST} repeats and 1 warm-up round")
 
 
 def _planned(run: Callable[[], object], warm_up: int, repeats: int, budget: float) -> tuple[int, int]:

@@ -81,8 +81,10 @@ def attention(
 
     from rooftile.bench.attention_run import run_case
     from rooftile.bench.ceilings import measure_ceilings
+    from rooftile.bench.measuring import check_rounds
     from rooftile.cli.bench_report import attention_report
 
+    check_rounds(1, repeats)
     check_writable(json)
     cases = _cases(shape or ["1,8,2048,64"], dtype or ["bf16"], causal)
     count = torch.get_num_threads() if threads is None else threads
@@ -139,7 +141,7 @@ def _cases(shapes: Sequence[str], dtypes: Sequence[str], causal: bool) -> list[C
 
 def _after_attention(ctx: typer.Context, json: str | None) -> str:
     if json is None:
-        return next_command(typed_again(ctx, json="attention.json"), "keep it, to compare another release with it")
+        return next_command(typed_again(ctx, json="attention.json"), "keep it")
     return next_command(f"rooftile bench compare {shlex.quote(json)} AFTER.json", "once there is another to compare")
 
 
