@@ -7,38 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from rooftile._attention import attention
 from rooftile.bench.attention_case import Case, Inputs
+from rooftile.bench.attention_contenders import PEER, Contender, our_kernel, timed_pass, torch_sdpa
 from rooftile.bench.attention_oracle import attention_errors, heads_compared
 from rooftile.bench.machine import hardware, versions
 from rooftile.bench.measuring import Timing, check_rounds, measure, threads_set
 from rooftile.bench.record import Record, TensorError
 from rooftile.errors import UsageError
 
-__all__ = ["KERNELS", "PEER", "Outcome", "run_case"]
-
-#: What every ratio is against: F.scaled_dot_product_attention, called directly.
-PEER = "torch SDPA"
+__all__ = ["KERNELS", "Outcome", "record_of", "run_case"]
 
 #: Kernels of ours, the materialised one last.
 KERNELS = ("native", "tiled", "reference")
 
 _REFERENCE_BYTES = 2 << 30  # of one materialised score matrix, several of which are alive at once
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A way to compute the case, and what it says of itself."""
-
-    attend: Attend
-    kernel: str
-    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +34,9 @@ class Outcome:
     refused: tuple[tuple[str, str], ...]
     kv_heads_compared: int
 
-    @property
-    def peer(self) -> Record | None:
-        """What torch's own attention took."""
-        return next((record for record in self.records if record.contender == PEER), None)
+    def of(self, contender: str) -> Record | None:
+        """What ``contender`` took; None where it did not run."""
+        return next((record for record in self.records if record.contender == contender), None)
 
 
 def run_case(
@@ -71,8 +53,7 @@ def run_case(
 ) -> Outcome:
     """Measure one pass (forward, or backward alone) of each kernel that takes the case, in turn with torch's own.
 
-    Forward passes run without gradients. A backward pass is ``torch.autograd.grad`` of q, k and v on a graph that is
-    kept. ``errors``: compare every result with FP64.
+    ``errors``: compare every result with FP64. ``budget`` is in seconds a contender.
     """
     check_rounds(warm_up, repeats)
     tell = say or (lambda _: None)
@@ -82,7 +63,7 @@ def run_case(
         passes, results = {}, {}
         for name, contender in contenders.items():
             tell(f"first call of {name}")
-            passes[name], results[name] = _passed(contender.attend, inputs, backward)
+            passes[name], results[name] = timed_pass(contender.attend, inputs, backward)
         found: Mapping[str, tuple[TensorError, ...]] = {}
         if errors:
             tell("FP64")
@@ -90,7 +71,7 @@ def run_case(
         del results
         timings = measure(passes, warm_up=warm_up, repeats=repeats, budget=budget, say=say)
         records = tuple(
-            _record(case, backward, name, contenders[name], timing, found.get(name, ()))
+            record_of(case, name, contenders[name], timing, backward=backward, errors=found.get(name, ()))
             for name, timing in timings.items()
         )
     return Outcome(case, backward, records, refused, heads_compared(case, backward) if errors else 0)
@@ -100,77 +81,28 @@ def _contenders(
     case: Case, inputs: Inputs, kernels: Sequence[str], backward: bool
 ) -> tuple[dict[str, Contender], tuple[tuple[str, str], ...]]:
     found, refused = {}, []
-    probe = inputs if not backward else _with_gradients(inputs)
     for name in kernels:
         if name == "reference" and case.square * 4 > _REFERENCE_BYTES:
             refused.append((name, f"would materialise {case.square * 4 / 2**30:,.1f} GiB of scores"))
             continue
         try:
-            told = attention.explain(probe.q, probe.k, probe.v, mask=case.mask, kernel=name)
+            found[name] = our_kernel(case, inputs, name, backward)
         except UsageError as error:
             refused.append((name, str(error)))
-            continue
-        found[name] = Contender(_ours(case, name), told.kernel, told.path)
-    found[PEER] = _torch_sdpa(case, inputs)
+    found[PEER] = torch_sdpa(case, inputs)
     return found, tuple(refused)
 
 
-def _ours(case: Case, kernel: str) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention(q, k, v, mask=case.mask, kernel=kernel)
-        assert isinstance(out, Tensor)  # without return_lse there is nothing else
-        return out
-
-    return attend
-
-
-def _torch_sdpa(case: Case, inputs: Inputs) -> Contender:
-    """The call that a user of torch would write: ``is_causal`` where that is what the mask means, else booleans."""
-    is_causal = case.mask_name == "causal" and case.q_len == case.kv_len
-    shows_all = case.mask is None or is_causal or case.visible_pairs == case.square
-    shown = None if shows_all or case.mask is None else case.mask.materialize(case.q_len, case.kv_len)
-    grouped = case.q_heads != case.kv_heads
-    choice = torch._fused_sdp_choice(
-        inputs.q, inputs.k, inputs.v, attn_mask=shown, is_causal=is_causal, enable_gqa=grouped
-    )
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=shown, is_causal=is_causal, enable_gqa=grouped)
-
-    names = {backend.value: backend.name.lower() for backend in map(SDPBackend, SDPBackend.__members__.values())}
-    return Contender(attend, "scaled_dot_product_attention", names.get(choice, "unknown"))
-
-
-def _with_gradients(inputs: Inputs) -> Inputs:
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    return Inputs(q, k, v, inputs.dout)
-
-
-def _passed(attend: Attend, inputs: Inputs, backward: bool) -> tuple[Callable[[], object], dict[str, Tensor]]:
-    """The pass that is timed, and what it computes."""
-    if not backward:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attend(inputs.q, inputs.k, inputs.v)
-
-        return forward, {"out": forward()}
-    mine = _with_gradients(inputs)
-    out = attend(mine.q, mine.k, mine.v)
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, (mine.q, mine.k, mine.v), mine.dout, retain_graph=True)
-
-    return gradients, dict(zip(("dq", "dk", "dv"), gradients(), strict=True))
-
-
-def _record(
-    case: Case, backward: bool, name: str, contender: Contender, timing: Timing, errors: tuple[TensorError, ...]
+def record_of(
+    case: Case,
+    name: str,
+    contender: Contender,
+    timing: Timing,
+    *,
+    backward: bool = False,
+    errors: tuple[TensorError, ...] = (),
 ) -> Record:
-    work = (
-        ("visible FLOPs", case.flops(backward, case.visible_pairs)),
-        ("dense FLOPs", case.flops(backward, case.square)),
-    )
+    """The record of a pass that was timed at torch's present number of threads."""
     return Record(
         task=f"attention {'backward' if backward else 'forward'}",
         contender=name,
@@ -189,6 +121,9 @@ def _record(
         options=case.options,
         kernel=contender.kernel,
         path=contender.path,
-        work=work,
+        work=(
+            ("visible FLOPs", case.flops(backward, case.visible_pairs)),
+            ("dense FLOPs", case.flops(backward, case.square)),
+        ),
         errors=errors,
     )

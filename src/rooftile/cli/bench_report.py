@@ -94,18 +94,20 @@ def _conditions(record: Record) -> list[str]:
 
 
 def _outcome(outcome: Outcome, roofs: Ceilings, threads: int) -> Iterator[str]:
+    from rooftile.bench.attention_contenders import PEER
     from rooftile.bench.ceilings import compute_ceiling
 
     case = outcome.case
     roof = compute_ceiling(roofs, outcome.records[0].dtype, threads)
     dtype = outcome.records[0].dtype
     ceiling = "no ceiling is known" if roof is None else f"ceiling {roof[0]}: {roof[1] / 1e9:,.0f} GFLOP/s"
+    peer = outcome.of(PEER)
     yield f"{case.name}  {dtype}  {case.mask_name or 'full'}; {ceiling}"
     header = (
         "backward" if outcome.backward else "forward", "path", "median", "IQR", "GFLOP/s", "dense", "ceiling",
         "max err", "mean err", "x SDPA",
     )  # fmt: skip
-    yield table(header, [_row(record, outcome.peer, roof) for record in outcome.records], left=2)
+    yield table(header, [_row(record, peer, roof) for record in outcome.records], left=2)
     yield from _wrapped(f"{name} did not run: {reason}" for name, reason in outcome.refused)
     heads = case.batch * case.kv_heads
     if outcome.kv_heads_compared < heads:
