@@ -15,11 +15,11 @@ from rooftile.bench.record_files import SCHEMA, load_records, save_records
 
 if TYPE_CHECKING:
     from rooftile.bench.ceilings import Ceilings, compute_ceiling, measure_ceilings
-    from rooftile.bench.measuring import Timing, measure, paired_ratio, threads_set
+    from rooftile.bench.measuring import Timing, measure, paired_ratio, recorded, threads_set
 
 _MODULES = {
     "ceilings": ("Ceilings", "compute_ceiling", "measure_ceilings"),
-    "measuring": ("Timing", "measure", "paired_ratio", "threads_set"),
+    "measuring": ("Timing", "measure", "paired_ratio", "recorded", "threads_set"),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -40,6 +40,7 @@ __all__ = [
     "measure",
     "measure_ceilings",
     "paired_ratio",
+    "recorded",
     "save_records",
     "threads_set",
     "versions",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,7 @@ import torch
 from rooftile.bench.attention_case import Case, Inputs
 from rooftile.bench.attention_contenders import PEER, Contender, our_kernel, timed_pass, torch_sdpa
 from rooftile.bench.attention_oracle import attention_errors, heads_compared
-from rooftile.bench.machine import hardware, versions
-from rooftile.bench.measuring import Timing, check_rounds, measure, threads_set
+from rooftile.bench.measuring import Timing, check_rounds, measure, recorded, threads_set
 from rooftile.bench.record import Record, TensorError
 from rooftile.errors import UsageError
 
@@ -103,20 +101,11 @@ def record_of(
     errors: tuple[TensorError, ...] = (),
 ) -> Record:
     """The record of a pass that was timed at torch's present number of threads."""
-    return Record(
-        task=f"attention {'backward' if backward else 'forward'}",
-        contender=name,
-        samples=timing.samples,
-        unit="s",
-        statistic="median",
-        threads=torch.get_num_threads(),
-        warm_up=timing.warm_up,
-        calls=timing.calls,
-        hardware=hardware(),
-        versions=versions(),
-        taken_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        others_busy=timing.others_busy,
-        dtype=str(case.dtype).removeprefix("torch."),
+    return recorded(
+        f"attention {'backward' if backward else 'forward'}",
+        name,
+        timing,
+        dtype=case.dtype,
         shape=case.shape,
         options=case.options,
         kernel=contender.kernel,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rooftile._collector import collector_paused
+from rooftile.bench.machine import hardware, versions
 from rooftile.bench.neighbours import Neighbours
-from rooftile.bench.record import quartiles
+from rooftile.bench.record import Option, Record, TensorError, quartiles
 from rooftile.errors import UsageError
 
-__all__ = ["Timing", "check_rounds", "measure", "paired_ratio", "threads_set"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Timing", "check_rounds", "measure", "paired_ratio", "recorded", "threads_set"]
 
 #: A sample lasts at least this long, in seconds: short calls are made several times in a row.
 LEAST_SAMPLE = 1e-3
@@ -97,6 +103,45 @@ def _seconds_a_call(run: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         run()
     return (time.perf_counter() - started) / calls
+
+
+def recorded(
+    task: str,
+    contender: str,
+    timing: Timing,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] = (),
+    options: tuple[tuple[str, Option], ...] = (),
+    kernel: str = "",
+    path: str = "",
+    work: tuple[tuple[str, float], ...] = (),
+    errors: tuple[TensorError, ...] = (),
+) -> Record:
+    """The record of a timing: what was given, and machine, versions, torch's present number of threads, time of day."""
+    import torch
+
+    return Record(
+        task=task,
+        contender=contender,
+        samples=timing.samples,
+        unit="s",
+        statistic="median",
+        threads=torch.get_num_threads(),
+        warm_up=timing.warm_up,
+        calls=timing.calls,
+        hardware=hardware(),
+        versions=versions(),
+        taken_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        others_busy=timing.others_busy,
+        dtype="" if dtype is None else str(dtype).removeprefix("torch."),
+        shape=shape,
+        options=options,
+        kernel=kernel,
+        path=path,
+        work=work,
+        errors=errors,
+    )
 
 
 def paired_ratio(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
