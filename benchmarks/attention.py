@@ -88,8 +88,8 @@ def main() -> None:
 
 
 def shown(section: Section) -> str:
-    header = ("", "dtype", "t", "path", "ours", "against", "ratio", "minimum", "aim", "")
-    lines = [f"{section.title.upper()}   ratio: {section.ratio}"]
+    header = ("", "dtype", "t", "path", "ours", "against", "ratio", "minimum", "aim", "error", "")
+    lines = [section.title.upper(), f"ratio: {section.ratio}; error: our mean error against FP64 / torch's"]
     lines.append(table(header, [_cells(row) for row in section.rows], left=1))
     lines += [f"  {note}" for note in dict.fromkeys(_noted(row) for row in section.rows) if note]
     lines += [f"  {note}" for note in section.notes]
@@ -108,7 +108,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         ratio += f" ({row.low:.2f}-{row.high:.2f})"
     asked = "" if row.minimum is None else f"{'<=' if row.at_most else ''}{row.minimum:.3g}"
     aim = "" if row.aim is None else f"{row.aim:g}"
-    return row.what, row.dtype, str(row.threads), row.path, row.ours, row.peer, ratio, asked, aim, row.verdict
+    error = "" if row.error is None else f"{row.error:.2f}"
+    return row.what, row.dtype, str(row.threads), row.path, row.ours, row.peer, ratio, asked, aim, error, row.verdict
 
 
 def _noted(row: Row) -> str:

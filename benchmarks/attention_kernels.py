@@ -103,9 +103,9 @@ def _row(one: Asked, threads: int, ours: Record | None, peer: Record | None) -> 
         return row
     low, ratio, high = paired_ratio(peer.samples, ours.samples)
     errors = [sum(e.mean * e.elements for e in record.errors) for record in (ours, peer)]
-    note = f"mean error {errors[0] / errors[1]:.2f} x torch's" if all(errors) else ""
+    error = errors[0] / errors[1] if all(errors) else None
     return dataclasses.replace(
-        row, path=ours.path, ours=figure(ours), ratio=ratio, low=low, high=high, note=note
+        row, path=ours.path, ours=figure(ours), ratio=ratio, low=low, high=high, error=error
     )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from rooftile.bench import Record
 class Row:
     """One line of a table: ``ratio`` is what its section says, at least ``minimum`` or, if ``at_most``, no more.
 
-    ``low`` and ``high`` are the ratio's quartiles over the rounds. A ratio of None: ours did not run.
+    ``low`` and ``high`` are the ratio's quartiles over the rounds; None: ours did not run. ``error`` is our mean error
+    against FP64 over torch's.
     """
 
     what: str
@@ -28,6 +29,7 @@ class Row:
     high: float | None = None
     minimum: float | None = None
     aim: float | None = None
+    error: float | None = None
     at_most: bool = False
     note: str = ""
 

@@ -11,12 +11,14 @@ __all__ = ["Neighbours"]
 
 _STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; the others are idle, iowait, guests
+_SHORTEST = 0.1
 
 
 class Neighbours:
     """``with Neighbours() as others: ...; others.busy``: processors that others used, None where it is unknown.
 
-    The system counts in steps of a hundredth of a second: blocks of half a second and more are told to a few percent.
+    The system counts in steps of a hundredth of a second: a block of half a second is told to a few percent, one shorter
+    than a tenth not at all.
     """
 
     def __init__(self) -> None:
@@ -33,7 +35,8 @@ class Neighbours:
         if self._before is None or after is None:
             return
         wall, machine, own = (b - a for a, b in zip(self._before, after, strict=True))
-        self.busy = round(max(0.0, machine - own) / wall, 2) if wall > 0 else None
+        if wall >= _SHORTEST:
+            self.busy = round(max(0.0, machine - own) / wall, 2)
 
 
 def _seconds() -> tuple[float, float, float] | None:
