@@ -126,7 +126,7 @@ ROOFTILE_API int32_t rooftile_ceiling(int32_t ceiling, int64_t bytes, double lea
   isa = chosen_isa(isa);
   bytes = ceiling == kExp2Fp32 ? kExp2Elements * 4 : ceiling < kRead ? kChunk : bytes / kChunk * kChunk;
   if (!supported(ceiling) || isa > machine_isa || bytes < kChunk || repeats < 1 || threads < 1 || !(least_seconds > 0)) return -1;
-  const int asked = forked() ? 1 : threads;
+  [[maybe_unused]] const int asked = forked() ? 1 : threads;  // without OpenMP there is one
   int team = 1, failed = 0;
   int64_t times = 0, done = 0;
   double first = 0, last = 0;
