@@ -41,7 +41,9 @@ def encoder(setting: Setting) -> Section:
     section = Section("sentence encoder (BERT, 6 layers, 12 heads of 32)", f"time with {PEER} / with rooftile")
     folder = _encoder_folder()
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for dtype in (torch.float32, torch.bfloat16):
         models = {name: _encoder(folder, name, dtype) for name in (PEER, OURS, NONE)}
@@ -181,7 +183,7 @@ def _add(
 ) -> None:
     records = {name: recorded(task, name, timing, dtype=dtype, shape=shape) for name, timing in timings.items()}
     low, ratio, high = paired_ratio(timings[PEER].samples, timings[OURS].samples)
-    shares = [1 - records[NONE].median / records[name].median for name in (PEER, OURS)]
+    shares = [1 - paired_ratio(timings[NONE].samples, timings[name].samples)[1] for name in (PEER, OURS)]
     share = f"attention {shares[0]:.0%} of the time with torch, {shares[1]:.0%} with rooftile"
     section.rows.append(
         Row(
