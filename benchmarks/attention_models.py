@@ -63,9 +63,10 @@ def _encoder_folder() -> Path:
 
 
 def _encoder(folder: Path, name: str, dtype: torch.dtype) -> nn.Module:
-    from rooftile.integrations import transformers as integration
     from transformers import AutoModel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from rooftile.integrations import transformers as integration
 
     integration.register()
     ALL_ATTENTION_FUNCTIONS.register("none", lambda *operands, **_: (operands[3].transpose(1, 2), None))

@@ -17,8 +17,8 @@ _SHORTEST = 0.1
 class Neighbours:
     """``with Neighbours() as others: ...; others.busy``: processors that others used, None where it is unknown.
 
-    The system counts in steps of a hundredth of a second: a block of half a second is told to a few percent, one shorter
-    than a tenth not at all.
+    The system counts in steps of a hundredth of a second: a block of half a second is told to a few percent, one
+    shorter than a tenth not at all.
     """
 
     def __init__(self) -> None:
