@@ -129,6 +129,8 @@ def test_without_the_core_torch_operations_stand_in_under_names_of_their_own() -
         "assert {r.contender for r in found.records} == {'torch'}\n"
         "assert {'fp32 FMA', 'read L1'} <= dict(found.missing).keys()\n"
         "assert 'ROOFTILE_NATIVE=0' in found.method\n"
+        "few = measure_ceilings([1], only=['read DRAM'], repeats=3, least_seconds=1e-3).records\n"
+        "assert [r.task for r in few] == ['read DRAM']\n"
         "assert compute_ceiling(found, 'float32', 1)[0] == 'fp32 matmul'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"ROOFTILE_NATIVE": "0"}, timeout=120)

@@ -21,7 +21,7 @@ from rooftile.bench.record import Record
 from rooftile.errors import UsageError
 from rooftile.formats import native as formats_native
 
-__all__ = ["CEILINGS", "Ceiling", "Ceilings", "compute_ceiling", "measure_ceilings"]
+__all__ = ["CEILINGS", "COMPUTE", "Ceiling", "Ceilings", "compute_ceiling", "measure_ceilings"]
 
 _REPEATS = 9
 _LEAST_SECONDS = 0.02  # of a round
@@ -59,6 +59,9 @@ _PRODUCTS = {
     "float16": (("fp32 FMA", 1), ("bf16 AMX", 3), ("fp32 matmul", 1), ("bf16 matmul", 3)),
 }
 
+#: Those that :func:`compute_ceiling` reads.
+COMPUTE = tuple(dict.fromkeys(name for ways in _PRODUCTS.values() for name, _ in ways))
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -85,7 +88,7 @@ def measure_ceilings(
     _check_threads(threads)
     tell = say or (lambda _: None)
     if not native_ceilings.available():
-        return _measured_with_torch(threads, repeats, least_seconds, tell)
+        return _measured_with_torch(threads, only, repeats, least_seconds, tell)
     machine, records, missing = hardware(), [], {}
     for count in threads:
         for ceiling in CEILINGS:
@@ -105,7 +108,7 @@ def measure_ceilings(
 
 
 def compute_ceiling(ceilings: Ceilings, dtype: str, threads: int) -> tuple[str, float] | None:
-    """Name and FLOP/s of the fastest way that was measured to make exact products of ``dtype``; None for none."""
+    """Name and FLOP/s of the fastest way that was measured (:data:`COMPUTE`) to multiply ``dtype``; None for none."""
     found = [
         (name if products == 1 else f"{name} / {products}", record.value / products)
         for name, products in _PRODUCTS.get(dtype, ())
@@ -165,7 +168,11 @@ def _record(
 
 
 def _measured_with_torch(
-    threads: Sequence[int], repeats: int, least_seconds: float, tell: Callable[[str], None]
+    threads: Sequence[int],
+    only: Sequence[str] | None,
+    repeats: int,
+    least_seconds: float,
+    tell: Callable[[str], None],
 ) -> Ceilings:
     """fp32 and bf16 matrix products, exp2, and DRAM read and copied by torch's own operations."""
     machine = hardware()
@@ -185,6 +192,8 @@ def _measured_with_torch(
     for count in threads:
         with threads_set(count):
             for ceiling, work, run in loops:
+                if only is not None and ceiling.name not in only:
+                    continue
                 tell(f"{ceiling.name}, {count} threads")
                 nbytes = large // count if ceiling.level else 0
                 with Neighbours() as others:

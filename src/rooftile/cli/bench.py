@@ -80,7 +80,7 @@ def attention(
     import torch
 
     from rooftile.bench.attention_run import run_case
-    from rooftile.bench.ceilings import measure_ceilings
+    from rooftile.bench.ceilings import COMPUTE, measure_ceilings
     from rooftile.bench.measuring import check_rounds
     from rooftile.cli.bench_report import attention_report
 
@@ -90,7 +90,7 @@ def attention(
     count = torch.get_num_threads() if threads is None else threads
     outcomes: list[Outcome] = []
     with _progress() as say:
-        roofs = measure_ceilings([count], only=["fp32 FMA", "bf16 vdpbf16ps", "bf16 AMX"], repeats=5, say=say)
+        roofs = measure_ceilings([count], only=COMPUTE, repeats=5, say=say)
         for case in cases:
             for is_backward in (False, True) if backward else (False,):
                 told = _told(say, f"{case.name} {'backward' if is_backward else 'forward'}")
