@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from rooftile.bench import load_records
+from rooftile.cli.bench import _progress
 from rooftile.cli.main import run
 
 TINY = ["bench", "attention", "--shape", "1,2,32,16", "--repeats", "3", "--threads", "1"]
@@ -148,3 +150,16 @@ def test_in_a_pipe_nothing_but_the_report_is_written() -> None:
     )
     assert (answer.returncode, answer.stderr) == (0, b"")
     assert answer.stdout.decode("ascii").startswith("rooftile bench attention  1 thread")
+
+
+def test_on_a_terminal_what_runs_is_shown_by_no_thread_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that draws would run inside what is timed."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    before = threading.active_count()
+    with _progress() as say:
+        say("round 1 of 3: native")
+        assert threading.active_count() == before
+    assert "round 1 of 3: native" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rooftile._units import plural
 from rooftile.bench import native_ceilings
 from rooftile.bench.machine import Hardware, hardware, versions
 from rooftile.bench.measuring import threads_set
@@ -98,7 +99,7 @@ def measure_ceilings(
             if reason:
                 missing[ceiling.name] = reason
                 continue
-            tell(f"{ceiling.name}, {count} threads")
+            tell(f"{ceiling.name}, {plural(count, 'thread')}")
             with Neighbours() as others:
                 samples = native_ceilings.rates(
                     ceiling.loop, threads=count, repeats=repeats, least_seconds=least_seconds, nbytes=nbytes
@@ -194,7 +195,7 @@ def _measured_with_torch(
             for ceiling, work, run in loops:
                 if only is not None and ceiling.name not in only:
                     continue
-                tell(f"{ceiling.name}, {count} threads")
+                tell(f"{ceiling.name}, {plural(count, 'thread')}")
                 nbytes = large // count if ceiling.level else 0
                 with Neighbours() as others:
                     samples = tuple(work / _seconds(run, least_seconds) for _ in range(repeats + 1))[1:]

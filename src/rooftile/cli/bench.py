@@ -163,6 +163,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    # Drawn when something new begins and never by a thread of its own, which would run inside what is timed.
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("measuring")
-        yield lambda text: bar.update(task, description=text[:80])
+        yield lambda text: bar.update(task, description=text[:80], refresh=True)
