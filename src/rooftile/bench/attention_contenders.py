@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from rooftile._attention import attention
 from rooftile.bench.attention_case import Case, Inputs
+from rooftile.errors import UsageError
 
 __all__ = ["PEER", "Attend", "Contender", "our_kernel", "timed_pass", "torch_sdpa"]
 
@@ -33,7 +34,9 @@ class Contender:
 def our_kernel(case: Case, inputs: Inputs, kernel: str, backward: bool = False) -> Contender:
     """One of this library's kernels; UsageError with its reasons where it refuses the case."""
     q, k, v = (x.detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v))
-    told = attention.explain(q, k, v, mask=case.mask, kernel=kernel)
+    told = attention.explain(q, k, v, mask=case.mask, kernel=(kernel, "tiled"))  # which takes any call
+    if told.kernel != kernel:
+        raise UsageError("; ".join(told.refusals[kernel]))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attention(q, k, v, mask=case.mask, kernel=kernel)
