@@ -68,7 +68,28 @@ class Square(NamedTuple):
 
 
 def read(function: MaskFunction, square: Square) -> tuple[Mask, ...] | None:
-    """Masks whose intersection the function is over ``square``; None for a function that can't be read."""
+    """Masks whose intersection the function is over ``square``; None for a function that can't be read.
+
+    torch.compile can tell which function it is, but not what one encloses: while compiling, the plain causal and
+    bidirectional ones are read.
+    """
+    if torch.compiler.is_compiling():
+        return _read_plain(function, square)
+    if not readings_agree():
+        return None
+    return _read(function, square)
+
+
+def _read_plain(function: MaskFunction, square: Square) -> tuple[Mask, ...] | None:
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if function is causal_mask_function:
+        band = square.band(None, 0)
+        return () if band is None else (band,)
+    return () if function is bidirectional_mask_function else None
+
+
+def _read(function: MaskFunction, square: Square) -> tuple[Mask, ...] | None:
     found = tuple(_parts(function, square))
     if None in found:
         return None
@@ -228,7 +249,7 @@ def readings_agree() -> bool:
 
 def _agrees(function: MaskFunction, square: Square) -> bool:
     try:
-        parts = read(function, square)
+        parts = _read(function, square)
     except (AttributeError, KeyError, TypeError, ValueError):  # it encloses something else than it did
         return False
     if parts is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import UsageError
-from rooftile.integrations.mask_functions import MaskFunction, Square, contiguous, evaluated, read, readings_agree
+from rooftile.integrations.mask_functions import MaskFunction, Square, contiguous, evaluated, read
 from rooftile.masks import Mask, dense
 
 __all__ = ["VisibleKeys", "make_mask"]
@@ -154,7 +154,7 @@ def make_mask(
     _require_interface(rest.get("config"))
     square = Square(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
     function = mask_function if mask_function is not None else _causal()
-    parts = None if use_vmap or not readings_agree() else read(function, square)
+    parts = None if use_vmap else read(function, square)
     if parts is None:
         parts = _from_function(square, function, attention_mask, use_vmap)
     elif attention_mask is not None:

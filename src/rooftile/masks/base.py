@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 
-__all__ = ["Both", "Interval", "Mask", "Visibility"]
+__all__ = ["Both", "Interval", "Mask", "Visibility", "mask_of"]
 
 #: ``lo`` and ``hi`` of every row, broadcastable to (B, Lq); not yet inside ``[0, Lk]``.
 Interval = tuple[Tensor | int, Tensor | int]
@@ -92,8 +92,10 @@ class Mask(ABC):
 
     def visibility(self, q_len: int, kv_len: int, device: torch.device) -> Visibility:
         """What the kernels read, for ``q_len`` queries and ``kv_len`` keys; kept, so the layers of a model share it."""
-        if torch.compiler.is_compiling() or not _plain():
+        if torch.compiler.is_compiling():
             return _visibility(self, q_len, kv_len, device)
+        if not _plain():
+            return _signed(self, _visibility(self, q_len, kv_len, device))
         if not self.tensors:
             return _static(self, q_len, kv_len, device)
         if any(t.is_inference() for t in self.tensors):  # no version to tell whether the values are still the same
@@ -220,6 +222,21 @@ def _visibility(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Vi
     lo, hi = (_rows(end, i).clamp(0, kv_len).to(torch.int32) for end in pair)
     lo, hi = torch.broadcast_tensors(lo, hi)
     return Visibility(lo.contiguous(), hi.contiguous(), mask.dense_part())
+
+
+_SIGNATURE = "rooftile_mask"
+
+
+def _signed(mask: Mask, see: Visibility) -> Visibility:
+    """Who watches operators gets tensors, perhaps without values; an audit asks their mask what they say."""
+    if see.lo is not None:
+        setattr(see.lo, _SIGNATURE, mask)
+    return see
+
+
+def mask_of(lo: Tensor) -> Mask | None:
+    """The mask that ``lo`` was made from while operators were watched; None for any other tensor."""
+    return getattr(lo, _SIGNATURE, None)
 
 
 def _rows(end: Tensor | int, i: Tensor) -> Tensor:
