@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
+# print, not typer.echo: that takes an ASCII stream for a mistake and writes UTF-8 into it, and µs has no ASCII sign.
+
 _verb = typer.Typer(rich_markup_mode=None)
 
 ThreadsOption = Annotated[int | None, typer.Option("--threads", metavar="N", help="Threads that compute.")]
@@ -51,8 +53,8 @@ def ceilings(threads: ThreadsOption = None, json: JsonOption = None) -> None:
     with _progress() as say:
         found = measure_ceilings(counts, say=say)
     if json != STDOUT:
-        typer.echo(ceilings_report(found, counts))
-        typer.echo(next_command("rooftile bench attention", "attention kernels as shares of these"))
+        print(ceilings_report(found, counts))
+        print(next_command("rooftile bench attention", "attention kernels as shares of these"))
     if json is not None:
         _write(json, found.records)
 
@@ -96,8 +98,8 @@ def attention(
                 told = _told(say, f"{case.name} {'backward' if is_backward else 'forward'}")
                 outcomes.append(run_case(case, backward=is_backward, threads=count, repeats=repeats, say=told))
     if json != STDOUT:
-        typer.echo(attention_report(outcomes, roofs, count))
-        typer.echo(_after_attention(ctx, json))
+        print(attention_report(outcomes, roofs, count))
+        print(_after_attention(ctx, json))
     if json is not None:
         _write(json, [*roofs.records, *(record for outcome in outcomes for record in outcome.records)])
 
@@ -122,8 +124,8 @@ def compare(
             f"{before} and {after} have no measurement in common; measure the same task with both releases"
         )
     if json != STDOUT:
-        typer.echo(comparison_report(compared, alone))
-        typer.echo(next_command("rooftile bench ceilings", "what this machine can do at most"))
+        print(comparison_report(compared, alone))
+        print(next_command("rooftile bench ceilings", "what this machine can do at most"))
     if json is not None:
         write_json(
             json, {"schema": "rooftile.bench-comparison/1", "compared": [comparison_as_dict(c) for c in compared]}
