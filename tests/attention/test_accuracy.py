@@ -47,7 +47,8 @@ LENGTHS = [
     Case(1030, 799, head_dim=32, heads=(1, 1), dtype=BF16, mask="window-sides"),
     Case(1030, 799, head_dim=64, heads=(1, 1), dtype=FP16),
     Case(2048, 2048, head_dim=64, heads=(1, 1), dtype=BF16, mask="causal"),
-    Case(2048, 2048, head_dim=32, heads=(1, 1), dtype=FP32, mask="causal"),
+    Case(2048, 300, head_dim=32, heads=(1, 1), dtype=FP32),
+    Case(300, 2048, head_dim=64, heads=(1, 1), dtype=FP16, mask="causal"),
 ]
 
 
