@@ -215,13 +215,6 @@ inline bool row_finite(const RowSource& source, int64_t j, int64_t count) {
   return exponents_below<uint16_t>(at, source.element_bytes, count, source.dtype == kBf16 ? 0x7f80 : 0x7c00);
 }
 
-inline bool rows_finite(const RowSource& source, int64_t first, int64_t last, int64_t count) {
-  for (int64_t j = first; j < last; ++j) {
-    if (!row_finite(source, j, count)) return false;
-  }
-  return true;
-}
-
 // Scratch memory of one thread, handed out in 64-byte steps. A null base counts how much would be needed.
 struct Arena {
   char* base = nullptr;

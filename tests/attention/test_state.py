@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rooftile._attention.state import AttentionState, merge, merge_all
-from rooftile.errors import UsageError
+from rooftile import AttentionState, UsageError, attention, masks, merge, merge_all
+from rooftile._attention import library
 
 B, H, LQ, DV = 2, 3, 4, 5
+KERNELS = ["tiled", "reference"] + ([] if library.MISSING else ["native"])
 
 
 def softmax_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,6 +195,62 @@ def test_finish_rounds_the_output_and_never_the_lse():
     assert state_of(*draw(4)).finish()[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_over_split_keys_merges_into_attention_over_all(kernel, dtype):
+    q, k, v = torch.randn(B, 6, 30, 16), torch.randn(B, 2, 90, 16), torch.randn(B, 2, 90, 24)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    sinks = torch.randn(6)
+    parts = []
+    for a, b in ((0, 40), (40, 41), (41, 90)):
+        # These keys' columns of the whole mask.
+        mask = masks.dense(masks.causal(align="bottom-right").materialize(30, 90)[0, 0, :, a:b])
+        parts.append(AttentionState.of(q, k[:, :, a:b], v[:, :, a:b], mask=mask, softcap=3.0, kernel=kernel))
+    assert {part.out.dtype for part in parts} == {part.lse.dtype for part in parts} == {torch.float32}
+    out, lse = merge_all(parts).finish(dtype, sinks)
+    exact = [x.double() for x in (q, k, v)]
+    want_out, want_lse = attention(
+        *exact, mask=masks.causal(align="bottom-right"), softcap=3.0, sinks=sinks.double(), return_lse=True,
+        kernel="reference",
+    )  # fmt: skip
+    tolerance = 3e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), want_out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_of_one_give_a_state_within_four_ulps_of_one_and_eight_after_a_merge(kernel, dtype):
+    q, k = (torch.randn(B, 2, n, 32).mul(4).to(dtype) for n in (20, 150))
+    ones = torch.ones(B, 2, 150, 8, dtype=dtype)
+    parts = [AttentionState.of(q, k[:, :, a:b], ones[:, :, a:b], kernel=kernel) for a, b in ((0, 70), (70, 150))]
+    for part in parts:
+        assert float((part.out - 1).abs().max()) <= 4 * 2.0**-23
+    merged = merge_all(parts)
+    assert float((merged.out - 1).abs().max()) <= 8 * 2.0**-23
+    assert dtype == torch.float32 or bool((merged.finish(dtype)[0] == 1).all())
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "reference"])
+def test_a_state_in_fp64_stays_in_fp64(kernel):
+    q, k, v = (torch.randn(1, 1, n, 4, dtype=torch.float64) for n in (3, 8, 8))
+    whole = attention(q, k, v, kernel="reference")
+    out, lse = merge(*(AttentionState.of(q, k[:, :, h], v[:, :, h], kernel=kernel) for h in (slice(3), slice(3, 8)))
+                     ).finish()  # fmt: skip
+    assert out.dtype == lse.dtype == torch.float64
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-14)
+
+
+def test_gradients_flow_through_states_and_their_merge_to_the_operands():
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 6, 6))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [AttentionState.of(q, k[:, :, half], v[:, :, half]) for half in (slice(4), slice(4, 6))]
+        return merge_all(parts).finish()
+
+    torch.autograd.gradcheck(run, (q, k, v))
+
+
 def test_merging_works_under_compile():
     parts = [state_of(*draw(4)) for _ in range(3)]
 
@@ -215,6 +272,8 @@ def test_merging_works_under_compile():
         (lambda: AttentionState(torch.zeros(B, H, LQ, DV), torch.zeros(B, LQ, H)), r"\(2, 4, 3\)"),
         (lambda: AttentionState(torch.zeros(H, LQ, DV), torch.zeros(H, LQ)), r"\(3, 4, 5\)"),
         (lambda: AttentionState(torch.zeros(B, H, LQ, DV), torch.zeros(B, H, LQ, device="meta")), "lse on meta"),
+        (lambda: AttentionState.of(*[torch.zeros(1, 1, 2, 4)] * 3, dropout_p=0.1), "dropout_p=0.1"),
+        (lambda: AttentionState.of(*[torch.zeros(1, 1, 2, 4)] * 2, torch.zeros(1, 1, 3, 4)), "length"),
         (lambda: merge_all([]), "at least one"),
         (lambda: merge(empty(), empty(torch.float64)), "state 1 has dtype torch.float64"),
         (lambda: merge(empty(), AttentionState(torch.zeros(B, H, 1, DV), torch.zeros(B, H, 1))), "state 1 has shape"),

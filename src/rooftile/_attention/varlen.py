@@ -70,6 +70,8 @@ def attention_varlen(
     call = checked_call(
         _batched(q), _batched(k), _batched(v), None, None, scale, softcap, sinks, dropout_p, generator
     )  # fmt: skip
+    if not isinstance(return_lse, bool):
+        raise UsageError(f"return_lse={return_lse!r}: give True or False")
     _check_offsets("cu_seqlens_q", cu_seqlens_q, q)
     _check_offsets("cu_seqlens_k", cu_seqlens_k, k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -140,10 +142,12 @@ def _check_alignment(mask: Mask, lengths_q: Tensor, lengths_k: Tensor) -> None:
     if torch.compiler.is_compiling():
         if any(getattr(part, "align", None) is None for part in mask.parts):
             unequal = (lengths_q > 0) & (lengths_q != lengths_k)
-            torch._assert_async(~unequal.any(), f"{mask} needs align where a sequence has other lengths of q and k")
-        longest = max((getattr(part, "length", 0) for part in mask.parts), default=0)
+            torch._assert_async(
+                ~unequal.any(), "the mask needs align where a sequence has more queries than keys, or fewer"
+            )
+        longest = max([getattr(part, "length", 0) for part in mask.parts])
         short_of = (lengths_q > 0) & (lengths_k < longest)
-        torch._assert_async(~short_of.any(), f"{mask} is longer than a sequence")
+        torch._assert_async(~short_of.any(), "the prefix is longer than the keys of a sequence")
     elif _has_values(lengths_q):
         check_mask_lengths(mask, lengths_q.tolist(), lengths_k.tolist())
 
