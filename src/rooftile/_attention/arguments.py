@@ -78,7 +78,7 @@ def check_operand(name: str, x: object) -> None:
 def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In an autocast region q, k and v in its dtype, as F.scaled_dot_product_attention takes them (fp64 stays)."""
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v
     to = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v))

@@ -65,9 +65,7 @@ class Native(Kernel):
         return Plan(library.PATHS[found.path] + split, found.q_tile, found.kv_tile, found.scores)
 
 
-def forward(
-    call: Call, path: int = -1, threads: int | None = None, fp32_out: bool = False
-) -> tuple[Tensor, Tensor]:
+def forward(call: Call, path: int = -1, threads: int | None = None, fp32_out: bool = False) -> tuple[Tensor, Tensor]:
     """The forward pass on a path and a number of threads: what tests force."""
     out, lse = empty_output(call.q, call.v, torch.float32 if fp32_out else None)
     library.forward(call, out, lse, path, threads)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 
@@ -158,7 +159,8 @@ class Both(Mask):
 
     def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval | None:
         """The intersection of the parts' intervals."""
-        found = [pair for mask in self.masks if (pair := mask.interval(i, q_len, kv_len)) is not None]
+        pairs = [mask.interval(i, q_len, kv_len) for mask in self.masks]
+        found = [pair for pair in pairs if pair is not None]
         if not found:
             return None
         lo, hi = found[0]
@@ -168,8 +170,12 @@ class Both(Mask):
 
     def dense_part(self) -> Tensor | None:
         """The dense parts' intersection."""
-        found = [part for mask in self.masks if (part := mask.dense_part()) is not None]
+        given = [mask.dense_part() for mask in self.masks]
+        found = [part for part in given if part is not None]
         return functools.reduce(torch.logical_and, found) if found else None
+
+
+_pytree.register_dataclass(Both)
 
 
 def contradiction(mask: Mask, other: Mask) -> str:
@@ -231,4 +237,4 @@ _static = functools.lru_cache(maxsize=256)(_materialised_once)
 
 def _plain() -> bool:
     """Whether operations run as themselves: no fake tensors, no function transform whose tensors must not be kept."""
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+    return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._are_functorch_transforms_active()

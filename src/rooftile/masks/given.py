@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 from rooftile.masks.base import Interval, Mask
@@ -267,7 +268,10 @@ def _require(holds: Tensor, sentence: Callable[[], str]) -> None:
     """Refuse values of tensors: at once, or, in a graph that is only being recorded, when it runs."""
     if torch.compiler.is_compiling():
         torch._assert_async(holds, "a mask's values don't fit its lengths; run without torch.compile for the details")
-    elif holds.device.type != "meta" and not torch._C._len_torch_dispatch_stack() and not bool(holds):
+        return
+    while torch._C._functorch.is_functorch_wrapped_tensor(holds):  # under vmap: every example at once
+        holds = torch._C._functorch.get_unwrapped(holds)
+    if holds.device.type != "meta" and not torch._C._len_torch_dispatch_stack() and not bool(holds.all()):
         raise UsageError(sentence())
 
 
@@ -282,3 +286,7 @@ def _whole(kv_len: int | Tensor) -> int | Tensor:
 
 def _shown(t: Tensor) -> str:
     return f"<{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}>"
+
+
+for _mask in (Padding, Documents, Dense):  # an argument of an exported module: its tensors are inputs of the graph
+    _pytree.register_dataclass(_mask)
