@@ -119,16 +119,38 @@ def test_fake_tensors_get_shapes_dtypes_and_strides(kernel: str):
         assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
+# What is mapped over, besides q, k and v: per example another mask, bias or sinks.
+MAPPED: dict[str, tuple[Any, Any]] = {
+    "nothing": (torch.zeros(2), lambda x: {}),
+    "lengths": (torch.tensor([[3, 12], [12, 7]]), lambda x: {"mask": masks.padding(x)}),
+    "bias": (torch.randn(2, 1, 4, 12, 12), lambda x: {"bias": x}),
+    "sinks": (torch.randn(2, 4), lambda x: {"sinks": x, "mask": masks.causal()}),
+}
+
+
 @EACH_KERNEL
-def test_vmap_is_right_or_refused_in_a_sentence(kernel: str):
+@pytest.mark.parametrize("mapped", MAPPED)
+def test_vmap_gives_what_a_loop_gives(kernel: str, mapped: str):
+    """The results, and the gradients for each example."""
     q, k, v = (torch.stack([x.detach(), x.detach().flip(0)]) for x in inputs())
-    expected = torch.stack([rooftile.attention(*one, kernel=kernel) for one in zip(q, k, v, strict=True)])
-    try:
-        found = torch.func.vmap(lambda q, k, v: rooftile.attention(q, k, v, kernel=kernel))(q, k, v)
-    except UsageError as error:
-        assert "vmap" in str(error)  # noqa: PT017: both outcomes are right
-    else:
-        torch.testing.assert_close(found, expected)
+    other, extra = MAPPED[mapped]
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        out, lse = rooftile.attention(q, k[0], v, return_lse=True, kernel=kernel, **extra(x))
+        return (out.square() * lse.unsqueeze(-1)).sum()
+
+    for function in (loss, torch.func.grad(loss, argnums=(0, 1, 2))):
+        found = torch.func.vmap(function, in_dims=(0, None, 0, 0))(q, k, v, other)
+        loop = [function(q[n], k, v[n], other[n]) for n in range(2)]
+        expected = torch.stack(loop) if function is loss else [torch.stack(parts) for parts in zip(*loop, strict=True)]
+        torch.testing.assert_close(list(found) if isinstance(found, tuple) else found, expected, rtol=1e-5, atol=1e-4)
+
+
+@EACH_KERNEL
+def test_forward_mode_is_refused_in_a_sentence(kernel: str):
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(UsageError, match="forward-mode"):
+        torch.func.jvp(lambda q: rooftile.attention(q, k, v, kernel=kernel), (q,), (torch.ones_like(q),))
 
 
 @EACH_KERNEL
