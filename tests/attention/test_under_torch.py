@@ -147,6 +147,7 @@ def test_vmap_gives_what_a_loop_gives(kernel: str, mapped: str):
 
 
 @EACH_KERNEL
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # forward mode's own
 def test_forward_mode_is_refused_in_a_sentence(kernel: str):
     q, k, v = (x.detach() for x in inputs())
     with pytest.raises(UsageError, match="forward-mode"):
