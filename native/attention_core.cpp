@@ -139,3 +139,11 @@ ROOFTILE_API int32_t rooftile_attention_backward(const AttentionProblem* problem
   const AttentionGradientPass* pass = backward_of(*problem);
   return pass == nullptr ? -2 : execute(*pass, *problem, *gradients);
 }
+
+ROOFTILE_API int32_t rooftile_attention_plan(const AttentionProblem* problem, AttentionPlan* plan) {
+  if (!usable(*problem)) return -1;
+  const AttentionPass* pass = forward_of(*problem);
+  if (pass == nullptr) return -2;
+  *plan = {chosen_path(*problem), 0, pass->q_tile, pass->kv_tile, pass->tasks(*problem), pass->scores(*problem), pass->scratch(*problem)};
+  return 0;
+}

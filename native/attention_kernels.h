@@ -10,6 +10,7 @@ struct AttentionPass {
   int64_t (*tasks)(const AttentionProblem&);
   int64_t (*scratch)(const AttentionProblem&);
   void (*run)(const AttentionProblem&, int64_t first, int64_t last, char* scratch);
+  int64_t (*scores)(const AttentionProblem&);  // query-key pairs that the pass visits
   int64_t q_tile, kv_tile;
 };
 

@@ -26,7 +26,7 @@ void run_tasks(const AttentionProblem& p, int64_t first, int64_t last, char* scr
 
 template <class Engine>
 constexpr AttentionPass forward_pass() {
-  return {forward_tasks, scratch_of<ForwardPass<Engine>>, run_tasks<ForwardPass<Engine>>, kLanes, Engine::kKeyTile};
+  return {forward_tasks, scratch_of<ForwardPass<Engine>>, run_tasks<ForwardPass<Engine>>, visited_scores<Engine>, kLanes, Engine::kKeyTile};
 }
 
 template <class Engine>
