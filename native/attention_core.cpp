@@ -92,11 +92,13 @@ int32_t execute(const AttentionPass& pass, const AttentionProblem& p) {
 }
 
 int32_t execute(const AttentionDecodePass& pass, const AttentionProblem& p) {
-  char* shared = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>((pass.shared_bytes(p) + 63) / 64 * 64)));
+  static thread_local Scratch kept;
+  char* shared = kept.take(pass.shared_bytes(p));
   if (shared == nullptr) return -3;
-  const int32_t status = share_tasks(pass.prepare(p, shared), pass.scratch(p), forked() ? 1 : p.threads,
+  pass.prepare(p, shared);
+  const int32_t status = share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads,
                                      [&](int64_t first, int64_t last, char* mine) { pass.run(p, first, last, mine, shared); });
-  std::free(shared);
+  kept.give_back();
   return status;
 }
 
@@ -144,6 +146,12 @@ ROOFTILE_API int32_t rooftile_attention_plan(const AttentionProblem* problem, At
   if (!usable(*problem)) return -1;
   const AttentionPass* pass = forward_of(*problem);
   if (pass == nullptr) return -2;
+  if (const AttentionDecodePass* decode = decode_of(*problem)) {
+    const int64_t rows = problem->q_heads / problem->kv_heads * problem->q_len;
+    *plan = {chosen_path(*problem), static_cast<int32_t>(decode->split_keys), rows, decode->split_keys, decode->tasks(*problem),
+             decode->scores(*problem), decode->scratch(*problem)};
+    return 0;
+  }
   *plan = {chosen_path(*problem), 0, pass->q_tile, pass->kv_tile, pass->tasks(*problem), pass->scores(*problem), pass->scratch(*problem)};
   return 0;
 }

@@ -12,8 +12,10 @@ struct Decode {
   using Pass = DecodePass<Format>;
 
   static DecodeLayout layout(const AttentionProblem& p, char* shared) { return DecodeLayout(p, Pass::wide(p.value_dim), shared); }
-  static int64_t shared_bytes(const AttentionProblem& p) { return layout(p, nullptr).bytes(); }
-  static int64_t prepare(const AttentionProblem& p, char* shared) { return layout(p, shared).fill(); }
+  static int64_t shared_bytes(const AttentionProblem& p) { return layout(p, nullptr).extent().bytes; }
+  static int64_t tasks(const AttentionProblem& p) { return layout(p, nullptr).extent().tasks; }
+  static int64_t scores(const AttentionProblem& p) { return layout(p, nullptr).extent().scores; }
+  static void prepare(const AttentionProblem& p, char* shared) { layout(p, shared).fill(); }
   static int64_t scratch(const AttentionProblem& p) {
     Arena arena;
     const Pass pass(p, nullptr, &arena);
@@ -24,7 +26,7 @@ struct Decode {
     Pass pass(p, shared, &arena);
     for (int64_t task = first; task < last; ++task) pass.run(task);
   }
-  static constexpr AttentionDecodePass pass() { return {shared_bytes, prepare, scratch, run, kChunk}; }
+  static constexpr AttentionDecodePass pass() { return {shared_bytes, prepare, tasks, scratch, run, scores, kChunk}; }
 };
 
 }  // namespace

@@ -14,7 +14,6 @@ namespace rooftile {
 namespace ROOFTILE_ISA {
 
 constexpr int64_t kBlock = 64;  // keys whose rows stay in L1 while one pack of queries after the other meets them
-constexpr int kPack = 4;        // query rows that share a vector of K or V in registers
 
 template <class Format>
 class DecodePass {
@@ -29,6 +28,7 @@ class DecodePass {
     const int64_t widest = wide_q > wide_v ? wide_q : wide_v;
     lanes = arena->take<LaneGroup>(1);
     row_scratch = arena->take<float>(widest + W);
+    o = arena->take<float>(wide_v);
     q = arena->take<float>(packs * kPack * wide_q);
     s = arena->take<float>(packs * kPackScores);
     l = arena->take<float>(packs * W);
@@ -78,7 +78,7 @@ class DecodePass {
   const DecodeLayout layout;
   const int64_t wide_q, wide_v, packs;
   LaneGroup* lanes;
-  float *row_scratch, *q, *s, *l, *bias;
+  float *row_scratch, *o, *q, *s, *l, *bias;
   uint32_t* visible;
   char *nothing, *copies;
   const char **rows, **ahead;
@@ -174,7 +174,7 @@ class DecodePass {
     }
     top = load(m);
     const Vf shift = select((Vu)(top == set1(-kInfinity)), Vf{}, top), c = set1((scaled() ? 1.0f : p.scale) * kLog2E);
-    for (int64_t i = 0; i < padded * r; i += W) store(scores + i, exp2_poly<5>((load(scores + i) - shift) * c));
+    for (int64_t i = 0; i < padded * r; i += W) store(scores + i, exp2_lanes((load(scores + i) - shift) * c));
   }
 
   void cap(float* scores, int64_t count) const {
@@ -213,9 +213,9 @@ class DecodePass {
 
   // O and l of every pack. Meanwhile the next chunk's keys are fetched.
   void sum(const RowSource& k, const RowSource& v, const Span& keys, DecodeLayout::Part part) {
-    std::memset(static_cast<void*>(part.o), 0, static_cast<size_t>(layout.rows * layout.columns) * 4);
+    std::memset(static_cast<void*>(part.o), 0, static_cast<size_t>(layout.padded_rows * layout.columns) * 4);
     std::memset(static_cast<void*>(l), 0, static_cast<size_t>(packs * W) * 4);
-    const bool poisoned = keys.differ && !rows_finite(v, keys.from, keys.from + keys.count, p.value_dim);
+    const bool poisoned = keys.differ && has_poison(v, keys);
     for (int64_t first = 0; first < keys.count; first += kBlock) {
       const int64_t count = first + kBlock < keys.count ? kBlock : keys.count - first;
       place(v, keys.from + first, count, count, p.value_dim);
@@ -237,6 +237,13 @@ class DecodePass {
     for (int64_t row = 0; row < layout.rows; ++row) {
       store(part.o + row * layout.columns + wide_v, set1(l[row / kPack * W + row % kPack]));
     }
+  }
+
+  bool has_poison(const RowSource& v, const Span& keys) const {
+    for (int64_t j = keys.from; j < keys.from + keys.count; ++j) {
+      if (!row_finite(v, j, p.value_dim)) return true;
+    }
+    return false;
   }
 
   template <int R>
@@ -289,34 +296,27 @@ class DecodePass {
       for (int64_t chunk = layout.first_chunk(b); chunk < layout.last_chunk(b); ++chunk) {
         const DecodeLayout::Part part = layout.part(b, kv_head, chunk);
         if (part.seen[row] == 0) continue;
-        const Vf weight = exp2_poly<5>(set1((part.m[row] - shift) * c));
+        const Vf weight = exp2_lanes(set1((part.m[row] - shift) * c));
         const float* o = part.o + row * layout.columns;
         for (int64_t i = 0; i < layout.columns; i += W) store(row_scratch + i, fma(weight, load(o + i), load(row_scratch + i)));
       }
-      write_row(row, seen, scaled() ? m : m * p.scale);
+      close_row(row, seen, scaled() ? m : m * p.scale);
     }
   }
 
-  void write_row(int64_t row, bool seen, float m) {
+  void close_row(int64_t row, bool seen, float m) {
     const float l = row_scratch[wide_v];
     float lse = !seen ? -kInfinity : l == 0.0f ? l / l : m + std::log(l), shrink = 1.0f;  // all visible scores -inf: 0 / 0
-    if (p.sinks != nullptr) {  // one more key with this score and no value
-      const float sink = p.sinks[lanes->head[row]];
-      const float top = lse > sink ? lse : sink;
-      if (sink != -kInfinity) {
-        const float total = lse == -kInfinity ? sink : top + std::log(std::exp(lse - top) + std::exp(sink - top));
-        shrink = lse == -kInfinity ? 0.0f : std::exp(lse - total);
-        lse = total;
-      }
-    }
+    if (p.sinks != nullptr) add_sink(p.sinks[lanes->head[row]], &lse, &shrink);
     if (p.lse != nullptr) p.lse[(lanes->b * p.q_heads + lanes->head[row]) * p.q_len + lanes->query[row]] = lse;
     const int64_t size = bytes_of(p.out_dtype);
-    char* out = static_cast<char*>(p.out.data) +
-                (lanes->b * p.out.stride[0] + lanes->head[row] * p.out.stride[1] + lanes->query[row] * p.out.stride[2]) * size;
-    for (int64_t d = 0; d < p.value_dim; ++d) {
-      const float value = seen ? row_scratch[Format::column(d)] / l : 0.0f;
-      write_element(out + d * p.out.stride[3] * size, p.out_dtype, shrink == 1.0f ? value : value * shrink);
+    for (int64_t i = 0; i < wide_v; i += W) {
+      store(row_scratch + i, seen ? load(row_scratch + i) / set1(l) * set1(shrink) : Vf{});
     }
+    for (int64_t d = 0; d < p.value_dim; ++d) o[d] = row_scratch[Format::column(d)];
+    write_row(static_cast<char*>(p.out.data) +
+                  (lanes->b * p.out.stride[0] + lanes->head[row] * p.out.stride[1] + lanes->query[row] * p.out.stride[2]) * size,
+              p.out.stride[3] * size, p.out_dtype, p.value_dim, o);
   }
 };
 

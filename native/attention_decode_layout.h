@@ -7,6 +7,7 @@ namespace rooftile {
 namespace ROOFTILE_ISA {
 
 constexpr int64_t kChunk = 256;        // keys of a partial state: a constant, so that bits do not depend on the shape of the call
+constexpr int kPack = 4;               // query rows that share a vector of K or V in registers
 constexpr int64_t kChunksPerTask = 4;  // one behind the other: the next chunk's keys are fetched meanwhile
 
 // The memory that the tasks share: a table of the sequences, the unfinished tasks of each kv head, and the partial states.
@@ -22,12 +23,16 @@ class DecodeLayout {
     float* o;
   };
 
-  const int64_t rows;     // query rows of a kv head, packed
-  const int64_t columns;  // of a partial O
+  const int64_t rows;         // query rows of a kv head
+  const int64_t padded_rows;  // of a partial O: three rows are computed as four
+  const int64_t columns;      // of a partial O
 
-  // Without memory (null) it can tell how much it needs.
+  // Without memory (null) it can tell its extent.
   DecodeLayout(const AttentionProblem& problem, int64_t wide_v, char* shared)
-      : rows(problem.q_heads / problem.kv_heads * problem.q_len), columns(wide_v + W), p(problem) {
+      : rows(problem.q_heads / problem.kv_heads * problem.q_len),
+        padded_rows(rows % kPack == 3 ? rows + 1 : rows),
+        columns(wide_v + W),
+        p(problem) {
     Arena arena{shared, 0};
     sequences = arena.take<Sequence>(p.batch);
     unfinished = arena.take<int32_t>(p.batch * p.kv_heads);
@@ -35,24 +40,31 @@ class DecodeLayout {
     header_bytes = arena.used;
   }
 
-  int64_t bytes() const {
-    int64_t chunks = 0;
-    for (int64_t b = 0; b < p.batch; ++b) chunks += visible_chunks(b).chunks;
-    return header_bytes + chunks * p.kv_heads * part_floats() * 4;
+  struct Extent {
+    int64_t bytes, tasks, scores;  // scores: query-key pairs that are visited
+  };
+  Extent extent() const {
+    int64_t chunks = 0, tasks = 0, keys = 0;
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const Sequence s = sequence(b);
+      chunks += s.chunks;
+      tasks += s.tasks();
+      keys += s.keys;
+    }
+    return {header_bytes + chunks * p.kv_heads * part_floats() * 4, tasks * p.kv_heads, keys * p.kv_heads * rows};
   }
 
-  // Writes the table; the number of tasks.
-  int64_t fill() {
+  // Writes the table.
+  void fill() {
     int64_t chunks = 0, tasks = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
-      Sequence& s = sequences[b] = visible_chunks(b);
+      Sequence& s = sequences[b] = sequence(b);
       s.chunks_before = chunks;
       s.tasks_before = tasks;
       chunks += s.chunks * p.kv_heads;
       tasks += s.tasks() * p.kv_heads;
       for (int64_t h = 0; h < p.kv_heads; ++h) unfinished[b * p.kv_heads + h] = static_cast<int32_t>(s.tasks());
     }
-    return tasks;
   }
 
   Task task(int64_t index) const {
@@ -83,7 +95,7 @@ class DecodeLayout {
 
  private:
   struct Sequence {
-    int64_t first, chunks;                // what its rows see, in chunks
+    int64_t keys, first, chunks;          // what its rows see, in keys and in chunks
     int64_t chunks_before, tasks_before;  // in the sequences before it
     int64_t tasks() const { return chunks == 0 ? 1 : (chunks + kChunksPerTask - 1) / kChunksPerTask; }
   };
@@ -94,9 +106,9 @@ class DecodeLayout {
   float* parts;
   int64_t header_bytes;
 
-  int64_t part_floats() const { return round_up<int64_t>(2 * rows, 16) + rows * columns; }
+  int64_t part_floats() const { return round_up<int64_t>(2 * rows, 16) + padded_rows * columns; }
 
-  Sequence visible_chunks(int64_t b) const {
+  Sequence sequence(int64_t b) const {
     int64_t first = p.kv_len, last = 0;
     for (int64_t i = 0; i < p.q_len; ++i) {
       const int64_t lo = p.lo == nullptr ? 0 : p.lo[b * p.interval_stride + i];
@@ -105,8 +117,8 @@ class DecodeLayout {
       if (lo < first) first = lo;
       if (hi > last) last = hi;
     }
-    if (first >= last) return {0, 0, 0, 0};
-    return {first / kChunk, (last + kChunk - 1) / kChunk - first / kChunk, 0, 0};
+    if (first >= last) return {0, 0, 0, 0, 0};
+    return {last - first, first / kChunk, (last + kChunk - 1) / kChunk - first / kChunk, 0, 0};
   }
 };
 

@@ -24,12 +24,14 @@ struct AttentionGradientPass {
   void (*reduce)(const AttentionProblem&, const AttentionGradients&, int64_t first, int64_t last, char* scratch, char* shared);
 };
 
-// The forward pass of few query rows. `prepare` fills `shared` and counts the tasks; each of them sees the same `shared`.
+// The forward pass of few query rows. `prepare` writes what its tasks share, before any of them.
 struct AttentionDecodePass {
   int64_t (*shared_bytes)(const AttentionProblem&);
-  int64_t (*prepare)(const AttentionProblem&, char* shared);
+  void (*prepare)(const AttentionProblem&, char* shared);
+  int64_t (*tasks)(const AttentionProblem&);
   int64_t (*scratch)(const AttentionProblem&);
   void (*run)(const AttentionProblem&, int64_t first, int64_t last, char* scratch, char* shared);
+  int64_t (*scores)(const AttentionProblem&);
   int64_t split_keys;
 };
 
