@@ -47,6 +47,35 @@ const AttentionPass* forward_of(const AttentionProblem& p) {
   }
 }
 
+const AttentionGradientPass* backward_of(const AttentionProblem& p) {
+  switch (chosen_path(p)) {
+    case kPathPortable: return &portable::backward_fp32;
+#if defined(ROOFTILE_X86)
+    case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::backward_fp32 : nullptr;
+    case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::backward_fp32 : nullptr;
+    case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::backward_bf16 : nullptr;
+#endif
+    default: return nullptr;
+  }
+}
+
+constexpr int64_t kMostDecodeRows = 16;
+
+// Few query rows go another way, whatever the lengths: a row's bits do not change with the capacity of a cache.
+const AttentionDecodePass* decode_of(const AttentionProblem& p) {
+  const int64_t rows = p.q_heads / p.kv_heads * p.q_len;
+  if (rows == 0 || rows > kMostDecodeRows || p.drop_below != 0) return nullptr;
+  switch (chosen_path(p)) {
+    case kPathPortable: return &portable::decode_passes[p.dtype];
+#if defined(ROOFTILE_X86)
+    case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::decode_passes[p.dtype] : nullptr;
+    case kPathAvx512:
+    case kPathAvx512Bf16: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
+#endif
+    default: return nullptr;
+  }
+}
+
 constexpr int64_t kMostHeadDim = 512;
 
 bool usable(const AttentionProblem& p) {
@@ -62,6 +91,35 @@ int32_t execute(const AttentionPass& pass, const AttentionProblem& p) {
   });
 }
 
+int32_t execute(const AttentionDecodePass& pass, const AttentionProblem& p) {
+  static thread_local Scratch kept;
+  char* shared = kept.take(pass.shared_bytes(p));
+  if (shared == nullptr) return -3;
+  pass.prepare(p, shared);
+  const int32_t status = share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads,
+                                     [&](int64_t first, int64_t last, char* mine) { pass.run(p, first, last, mine, shared); });
+  kept.give_back();
+  return status;
+}
+
+int32_t execute(const AttentionGradientPass& pass, const AttentionProblem& p, const AttentionGradients& g) {
+  const int64_t scratch = pass.scratch(p, g), shared_bytes = pass.shared_bytes(p, g);
+  const int32_t threads = forked() ? 1 : p.threads;
+  char* shared = nullptr;
+  if (shared_bytes > 0) {
+    shared = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>((shared_bytes + 63) / 64 * 64)));
+    if (shared == nullptr) return -3;
+  }
+  int32_t status = share_tasks(pass.tasks(p, g), scratch, threads,
+                               [&](int64_t first, int64_t last, char* mine) { pass.run(p, g, first, last, mine, shared); });
+  if (status == 0) {
+    status = share_tasks(pass.reductions(p, g), scratch, threads,
+                         [&](int64_t first, int64_t last, char* mine) { pass.reduce(p, g, first, last, mine, shared); });
+  }
+  std::free(shared);
+  return status;
+}
+
 }  // namespace
 }  // namespace rooftile
 
@@ -73,6 +131,27 @@ ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path; }
 
 ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
   if (!usable(*problem)) return -1;
+  if (const AttentionDecodePass* decode = decode_of(*problem)) return execute(*decode, *problem);
   const AttentionPass* pass = forward_of(*problem);
   return pass == nullptr ? -2 : execute(*pass, *problem);
+}
+
+ROOFTILE_API int32_t rooftile_attention_backward(const AttentionProblem* problem, const AttentionGradients* gradients) {
+  if (!usable(*problem) || problem->page_size != 0) return -1;
+  const AttentionGradientPass* pass = backward_of(*problem);
+  return pass == nullptr ? -2 : execute(*pass, *problem, *gradients);
+}
+
+ROOFTILE_API int32_t rooftile_attention_plan(const AttentionProblem* problem, AttentionPlan* plan) {
+  if (!usable(*problem)) return -1;
+  const AttentionPass* pass = forward_of(*problem);
+  if (pass == nullptr) return -2;
+  if (const AttentionDecodePass* decode = decode_of(*problem)) {
+    const int64_t rows = problem->q_heads / problem->kv_heads * problem->q_len;
+    *plan = {chosen_path(*problem), static_cast<int32_t>(decode->split_keys), rows, decode->split_keys, decode->tasks(*problem),
+             decode->scores(*problem), decode->scratch(*problem)};
+    return 0;
+  }
+  *plan = {chosen_path(*problem), 0, pass->q_tile, pass->kv_tile, pass->tasks(*problem), pass->scores(*problem), pass->scratch(*problem)};
+  return 0;
 }

@@ -27,6 +27,36 @@ class FlushDenormals {
 #endif
 };
 
+// Scratch of the calling thread, kept from call to call: a fresh one would be faulted in page by page. Large ones are given back.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { std::free(memory); }
+
+  char* take(int64_t bytes) {  // null: out of memory
+    if (bytes > held) {
+      std::free(memory);
+      held = (bytes + 4095) / 4096 * 4096;
+      memory = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(held)));
+      if (memory == nullptr) held = 0;
+    }
+    return memory;
+  }
+  void give_back() {
+    if (held <= kKept) return;
+    std::free(memory);
+    memory = nullptr;
+    held = 0;
+  }
+
+ private:
+  static constexpr int64_t kKept = 8 << 20;
+  char* memory = nullptr;
+  int64_t held = 0;
+};
+
 // run(first, last, scratch) for task ranges that cover [0, tasks). Returns 0, or -3 where there is no memory for the scratch.
 template <typename Run>
 int32_t share_tasks(int64_t tasks, int64_t scratch_bytes, int32_t threads, Run run) {
@@ -35,13 +65,14 @@ int32_t share_tasks(int64_t tasks, int64_t scratch_bytes, int32_t threads, Run r
   std::atomic<int32_t> status{0};
   const auto work = [&] {
     const FlushDenormals flush;
-    char* scratch = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>((scratch_bytes + 63) / 64 * 64 + 64)));
+    static thread_local Scratch kept;
+    char* scratch = kept.take(scratch_bytes + 64);
     if (scratch == nullptr) {
       status.store(-3);
       return;
     }
     for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) run(task, task + 1, scratch);
-    std::free(scratch);
+    kept.give_back();
   };
   const int team = static_cast<int>(threads < 1 ? 1 : tasks < threads ? tasks : threads);
   if (team == 1) {

@@ -22,6 +22,23 @@ inline int64_t tasks_per_domain(const AttentionProblem& p) {
 
 inline int64_t forward_tasks(const AttentionProblem& p) { return domains_of(p) * tasks_per_domain(p); }
 
+// Query-key pairs that the pass computes scores for: what a lane group visits, times its rows.
+template <class Engine>
+int64_t visited_scores(const AttentionProblem& p) {
+  int64_t scores = 0;
+  LaneGroup lanes;
+  for (int64_t index = 0; index < domains_of(p); ++index) {
+    const RowDomain domain = domain_of(p, index);
+    for (int64_t row = 0; row < domain.rows; row += kLanes) {
+      fill_lanes(p, domain, row, &lanes);
+      if (lanes.first >= lanes.last) continue;
+      const int64_t begin = lanes.first / Engine::kKeyAlign * Engine::kKeyAlign;
+      scores += (lanes.last - begin) * lanes.rows;
+    }
+  }
+  return scores;
+}
+
 template <class Engine>
 class ForwardPass {
  public:
@@ -30,7 +47,9 @@ class ForwardPass {
   ForwardPass(const AttentionProblem& problem, Arena* arena) : p(problem) {
     const int64_t key_tile = Engine::kKeyTile, wide_q = Engine::padded(p.head_dim), wide_v = round_up(p.value_dim, kColumnStep);
     rows = arena->take<Scalar>(kLanes * wide_q);
-    s = arena->take<float>(key_tile * kLanes);
+    const int64_t smallest = 16 * wide_v;  // the scores' memory also takes rows of O on their way out
+    s_floats = key_tile * kLanes > smallest ? key_tile * kLanes : smallest;
+    s = arena->take<float>(s_floats);
     visible = arena->take<uint32_t>(key_tile * kLanes);
     extra = arena->take<float>(key_tile * kLanes);
     probabilities = arena->take<Scalar>(Engine::probability_scratch());
@@ -43,6 +62,7 @@ class ForwardPass {
       state[g].o = arena->take<float>(wide_v * kLanes);
       state[g].m = arena->take<float>(kLanes);
       state[g].l = arena->take<float>(kLanes);
+      state[g].exact = Engine::kRounds ? arena->take<float>(kLanes) : state[g].l;
       state[g].seen = arena->take<uint32_t>(kLanes);
     }
   }
@@ -74,7 +94,7 @@ class ForwardPass {
     LaneGroup* lanes;
     Scalar* q;      // Q^T [depth][lane]
     float* o;       // O^T [value_dim][lane], unnormalised
-    float *m, *l;
+    float *m, *l, *exact;  // exact: the row sum before rounding
     uint32_t* seen;  // all ones where the lane has seen a key
   };
 
@@ -82,8 +102,11 @@ class ForwardPass {
   Scalar *rows, *probabilities, *k_scratch, *v_scratch;
   float *s, *extra, *factor;
   uint32_t* visible;
+  int64_t s_floats;
   Group state[kGroupsPerTask];
-  enum class Poison { kUnknown, kNone, kSome } poison = Poison::kUnknown;  // of the prepared tile's values
+  static constexpr int64_t kUnknown = -1;
+  int64_t bad_values = kUnknown;  // rows of the prepared tile's values that are not finite, and which they are
+  int64_t bad_value[Engine::kKeyTile];
 
   void open_group(const RowDomain& domain, int64_t first_row, Group* group) {
     LaneGroup& g = *group->lanes;
@@ -101,14 +124,14 @@ class ForwardPass {
     std::memset(group->o, 0, static_cast<size_t>(round_up(p.value_dim, kColumnStep) * kLanes) * 4);
     for (int lane = 0; lane < kLanes; ++lane) {
       group->m[lane] = -kInfinity;
-      group->l[lane] = 0.0f;
+      group->l[lane] = group->exact[lane] = 0.0f;
       group->seen[lane] = 0;
     }
   }
 
   void visit(const RowSource& k, const RowSource& v, int64_t from, int64_t to, int groups) {
     bool prepared = false;
-    poison = Poison::kUnknown;
+    bad_values = kUnknown;
     RowOperand<Scalar> keys{}, values{};
     for (int g = 0; g < groups; ++g) {
       const LaneGroup& lanes = *state[g].lanes;
@@ -120,13 +143,13 @@ class ForwardPass {
       }
       const int64_t begin = lanes.first > from ? from + (lanes.first - from) / Engine::kKeyAlign * Engine::kKeyAlign : from;
       const int64_t end = lanes.last < to ? lanes.last : to;
-      step(&state[g], v, keys, values, from, to, begin, end);
+      step(&state[g], v, keys, &values, from, to, begin, end);
     }
   }
 
   // One lane group against keys [begin, end) of the prepared tile [tile, tile_end).
-  void step(Group* group, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar> values, int64_t tile, int64_t tile_end,
-            int64_t begin, int64_t end) {
+  void step(Group* group, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar>* values, int64_t tile,
+            int64_t tile_end, int64_t begin, int64_t end) {
     const LaneGroup& g = *group->lanes;
     const int64_t count = end - begin;
     const bool masked = p.dense.data != nullptr || p.bias.data != nullptr || !g.sees_all(begin, end);
@@ -146,19 +169,20 @@ class ForwardPass {
       c = kLog2E;
     }
     if (masked) {
-      Engine::template softmax<true>(g.vecs, count, c, s, visible, group->m, group->l, factor, probabilities);
+      Engine::template softmax<true>(g.vecs, count, c, s, visible, group->m, group->l, group->exact, factor, probabilities);
     } else {
-      Engine::template softmax<false>(g.vecs, count, c, s, visible, group->m, group->l, factor, probabilities);
+      Engine::template softmax<false>(g.vecs, count, c, s, visible, group->m, group->l, group->exact, factor, probabilities);
     }
     if (p.drop_below != 0) {
       uint32_t* keep = reinterpret_cast<uint32_t*>(extra);
       read_keep(p, g, begin, count, keep);
       Engine::drop(g.vecs, count, keep, s, probabilities);
     }
-    if (masked && has_poison(v, tile, tile_end)) {
-      accumulate_selected(group, v, begin, count);
-    } else {
-      Engine::accumulate(g.vecs, count, p.value_dim, values, begin - tile, s, probabilities, factor, group->o);
+    if (masked && bad_values == kUnknown) set_bad_values_aside(v, tile, tile_end, values);
+    Engine::accumulate(g.vecs, count, p.value_dim, *values, begin - tile, s, probabilities, factor, group->o);
+    for (int64_t i = 0; i < bad_values; ++i) {
+      const int64_t key = tile + bad_value[i];
+      if (begin <= key && key < end) add_value(group, v, key, key - begin, masked);
     }
   }
 
@@ -176,24 +200,23 @@ class ForwardPass {
     return all != 0;
   }
 
-  // Whether a value row of the tile is not finite: where it is hidden, its product with a probability of zero would be NaN.
-  bool has_poison(const RowSource& v, int64_t tile, int64_t tile_end) {
-    if (poison == Poison::kUnknown) poison = rows_finite(v, tile, tile_end, p.value_dim) ? Poison::kNone : Poison::kSome;
-    return poison == Poison::kSome;
+  // A hidden pair's probability of zero times NaN would be NaN. So what is not finite in V leaves the product, and is added for the
+  // lanes that see it; all other results keep the bits that any finite number in its place would give them.
+  void set_bad_values_aside(const RowSource& v, int64_t tile, int64_t tile_end, RowOperand<Scalar>* values) {
+    bad_values = 0;
+    for (int64_t j = tile; j < tile_end; ++j) {
+      if (!row_finite(v, j, p.value_dim)) bad_value[bad_values++] = j - tile;
+    }
+    if (bad_values > 0) *values = Engine::cleaned(*values, tile_end - tile, p.value_dim, bad_value, bad_values, v_scratch);
   }
 
-  // The select path: pair by pair, hidden pairs left out. Rare, so plain.
-  void accumulate_selected(Group* group, const RowSource& v, int64_t begin, int64_t count) {
+  void add_value(Group* group, const RowSource& v, int64_t key, int64_t k, bool masked) {
     for (int lane = 0; lane < group->lanes->rows; ++lane) {
+      if (masked && visible[k * kLanes + lane] == 0) continue;
+      const float prob = Engine::probability(s, probabilities, k, lane);
       for (int64_t d = 0; d < p.value_dim; ++d) {
-        float sum = 0.0f;
-        for (int64_t k = 0; k < count; ++k) {
-          if (visible[k * kLanes + lane] == 0) continue;
-          if (p.drop_below != 0 && reinterpret_cast<const uint32_t*>(extra)[k * kLanes + lane] == 0) continue;
-          sum += Engine::probability(s, probabilities, k, lane) * read_element(v.row(begin + k) + d * v.element_bytes, v.dtype);
-        }
-        float* at = group->o + d * kLanes + lane;
-        *at = *at * factor[lane] + sum;
+        const float value = read_element(v.row(key) + d * v.element_bytes, v.dtype);
+        if (!finite(value)) group->o[d * kLanes + lane] += prob * value;
       }
     }
   }
@@ -201,27 +224,32 @@ class ForwardPass {
   void close_group(Group* group) {
     const LaneGroup& g = *group->lanes;
     const bool scaled = p.softcap > 0.0f || p.bias.data != nullptr || p.scale <= 0.0f;
-    const int64_t size = bytes_of(p.out_dtype);
-    for (int lane = 0; lane < g.rows; ++lane) {
-      const float m = scaled ? group->m[lane] : group->m[lane] * p.scale;
+    float* times = factor;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      times[lane] = 0.0f;
+      if (lane >= g.rows) continue;
       const bool empty = group->seen[lane] == 0;  // a row whose visible scores are all -inf is not: it gives NaN, as 0 / 0 does
-      const float l = group->l[lane];
+      const float m = scaled ? group->m[lane] : group->m[lane] * p.scale, l = group->exact[lane];
       float lse = empty ? -kInfinity : l == 0.0f ? l / l : m + std::log(l), shrink = 1.0f;
-      if (p.sinks != nullptr) {  // one more key with this score and no value
-        const float sink = p.sinks[g.head[lane]];
-        const float top = lse > sink ? lse : sink;
-        if (sink != -kInfinity) {
-          const float total = lse == -kInfinity ? sink : top + std::log(std::exp(lse - top) + std::exp(sink - top));
-          shrink = lse == -kInfinity ? 0.0f : std::exp(lse - total);
-          lse = total;
-        }
-      }
+      if (p.sinks != nullptr) add_sink(p.sinks[g.head[lane]], &lse, &shrink);
       if (p.lse != nullptr) p.lse[(g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane]] = lse;
-      char* row = static_cast<char*>(p.out.data) + (g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2]) * size;
-      const float times = shrink * (p.drop_below != 0 ? p.keep_scale : 1.0f);
-      for (int64_t d = 0; d < p.value_dim; ++d) {
-        const float value = empty ? 0.0f : group->o[d * kLanes + lane] / l;
-        write_element(row + d * p.out.stride[3] * size, p.out_dtype, times == 1.0f ? value : value * times);
+      times[lane] = shrink * (p.drop_below != 0 ? p.keep_scale : 1.0f);
+      if (empty) group->l[lane] = 1.0f;  // O is 0 there
+    }
+    const int64_t wide = round_up(p.value_dim, kColumnStep), size = bytes_of(p.out_dtype);
+    for (int64_t d = 0; d < p.value_dim; ++d) {
+      for (int n = 0; n < g.vecs; ++n) {
+        float* at = group->o + d * kLanes + n * W;
+        store(at, load(at) / load(group->l + n * W) * load(times + n * W));
+      }
+    }
+    float* out = s;  // [lane][value_dim], all lanes at once where they fit
+    const int64_t step = kLanes * wide <= s_floats ? kLanes : 16;
+    for (int64_t first = 0; first < g.rows; first += step) {
+      transpose_dwords(reinterpret_cast<const uint32_t*>(group->o + first), kLanes, wide, step, reinterpret_cast<uint32_t*>(out), wide);
+      for (int64_t lane = first; lane < first + step && lane < g.rows; ++lane) {
+        char* row = static_cast<char*>(p.out.data) + (g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2]) * size;
+        write_row(row, p.out.stride[3] * size, p.out_dtype, p.value_dim, out + (lane - first) * wide);
       }
     }
   }

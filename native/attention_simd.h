@@ -88,11 +88,8 @@ constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr double kLn2 = 0.693147180559945309;
 
-// 2^t for t <= 128: a polynomial of minimax relative error 9e-8 (degree 5) or 2.8e-6 (degree 4, for probabilities that are
-// then rounded to 16 bits), exactly 1 at 0, exactly 0 below 2^-126 and at -inf, NaN at NaN.
-template <int Degree>
-ROOFTILE_INLINE Vf exp2_poly(Vf t) {
-  static_assert(Degree == 4 || Degree == 5, "coefficients are given for two degrees");
+// 2^t for t <= 128: a polynomial of minimax relative error 9e-8, exactly 1 at 0, exactly 0 below 2^-126 and at -inf, NaN at NaN.
+ROOFTILE_INLINE Vf exp2_lanes(Vf t) {
 #if defined(__AVX512F__)
   const __mmask16 alive = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   const Vf n = (Vf)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -103,17 +100,10 @@ ROOFTILE_INLINE Vf exp2_poly(Vf t) {
   const Vf n = shifted - magic;
 #endif
   const Vf f = t - n;
-  Vf p;
-  if (Degree == 5) {
-    p = fma(set1(0.001326471334323287f), f, set1(0.009671523235738277f));
-    p = fma(p, f, set1(0.05550733953714371f));
-    p = fma(p, f, set1(0.24022242426872253f));
-    p = fma(p, f, set1(0.6931470036506653f));
-  } else {
-    p = fma(set1(0.009582845494151115f), f, set1(0.0559065043926239f));
-    p = fma(p, f, set1(0.24024099111557007f));
-    p = fma(p, f, set1(0.6931241750717163f));
-  }
+  Vf p = fma(set1(0.001326471334323287f), f, set1(0.009671523235738277f));
+  p = fma(p, f, set1(0.05550733953714371f));
+  p = fma(p, f, set1(0.24022242426872253f));
+  p = fma(p, f, set1(0.6931470036506653f));
   p = fma(p, f, set1(1.0f));
 #if defined(__AVX512F__)
   return (Vf)_mm512_maskz_scalef_ps(alive, (__m512)p, (__m512)n);
@@ -124,7 +114,7 @@ ROOFTILE_INLINE Vf exp2_poly(Vf t) {
 #endif
 }
 
-// Rounds non-negative fp32 lanes to bf16 (to nearest, ties to even; NaN stays NaN) and puts lane i of `low` and `high` into one dword.
+// Rounds fp32 lanes to bf16 (to nearest, ties to even; NaN stays NaN) and puts lane i of `low` and `high` into one dword.
 ROOFTILE_INLINE Vu pack_bf16(Vf low, Vf high) {
 #if defined(__AVX512BF16__)
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
@@ -137,6 +127,21 @@ ROOFTILE_INLINE Vu pack_bf16(Vf low, Vf high) {
     return (Vu)select((Vu)(x != x), (Vf)(bits | set1(0x400000u)), (Vf)nearest);
   };
   return (rounded(low) >> 16) | (rounded(high) & set1(0xffff0000u));
+#endif
+}
+
+// The same rounding, with neighbouring lanes in one dword: `low`'s lanes first.
+ROOFTILE_INLINE Vu neighbours_bf16(Vf low, Vf high) {
+#if defined(__AVX512BF16__)
+  return (Vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+  alignas(64) uint32_t lanes[2 * W];
+  const Vu even = pack_bf16(low, Vf{}), odd = pack_bf16(high, Vf{});
+  store(lanes, even);
+  store(lanes + W, odd);
+  Vu out;
+  for (int i = 0; i < W; ++i) out[i] = lanes[2 * i] | lanes[2 * i + 1] << 16;
+  return out;
 #endif
 }
 
@@ -158,13 +163,15 @@ ROOFTILE_INLINE float widen_fp16(uint16_t bits) {
 #if defined(__F16C__)
   return _cvtsh_ss(bits);
 #else
-  // The exponent is moved by a product with 2^112, which also normalises subnormals; Inf and NaN get their exponent back.
-  uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fff) << 13;
+  // The exponent is moved by 112; that of Inf and NaN twice. A subnormal gets its implicit bit as 2^-14, which is taken away
+  // again: a difference of normal numbers, where a product would meet a denormal of fp32, which counts as zero here.
+  const bool normal = (bits & 0x7c00) != 0;
+  uint32_t magnitude = (static_cast<uint32_t>(bits & 0x7fff) << 13) + (normal ? 0x38000000u : 0x38800000u);
+  if ((bits & 0x7c00) == 0x7c00) magnitude += 0x38000000u;
   float value;
   std::memcpy(&value, &magnitude, 4);
-  value *= 5.192296858534828e33f;
+  value -= normal ? 0.0f : 6.103515625e-05f;
   std::memcpy(&magnitude, &value, 4);
-  if ((bits & 0x7c00) == 0x7c00) magnitude |= 0x7f800000u;
   magnitude |= static_cast<uint32_t>(bits & 0x8000) << 16;
   std::memcpy(&value, &magnitude, 4);
   return value;

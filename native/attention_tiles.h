@@ -60,6 +60,13 @@ ROOFTILE_INLINE float read_element(const char* at, int32_t dtype) {
   return dtype == kBf16 ? widen_bf16(bits) : widen_fp16(bits);
 }
 
+// By its bits: a compiler may be told that there are no others.
+ROOFTILE_INLINE bool finite(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return (bits & 0x7f800000u) != 0x7f800000u;
+}
+
 ROOFTILE_INLINE void write_element(char* at, int32_t dtype, float value) {
   if (dtype == kFp32) {
     std::memcpy(at, &value, 4);
@@ -105,6 +112,35 @@ inline void read_row_raw(const char* from, int64_t element_bytes, int64_t count,
     for (int64_t d = 0; d < count; ++d) std::memcpy(to + d, from + d * element_bytes, 2);
   }
   for (int64_t d = count; d < padded; ++d) to[d] = 0;
+}
+
+// One row of fp32 numbers rounded to `dtype`.
+inline void write_row(char* to, int64_t element_bytes, int32_t dtype, int64_t count, const float* from) {
+  int64_t d = 0;
+  if (dtype == kFp32 && element_bytes == 4) {
+    std::memcpy(to, from, static_cast<size_t>(count) * 4);
+    return;
+  }
+  if (dtype == kBf16 && element_bytes == 2) {
+    for (; d + 2 * W <= count; d += 2 * W) {
+      const Vu pairs = neighbours_bf16(load(from + d), load(from + d + W));
+      std::memcpy(to + d * 2, &pairs, sizeof pairs);
+    }
+  }
+#if defined(__AVX512F__)
+  if (dtype == kFp16 && element_bytes == 2) {
+    for (; d + 16 <= count; d += 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d * 2), _mm512_cvtps_ph((__m512)load(from + d), _MM_FROUND_TO_NEAREST_INT));
+    }
+  }
+#elif defined(__F16C__)
+  if (dtype == kFp16 && element_bytes == 2) {
+    for (; d + 8 <= count; d += 8) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d * 2), _mm256_cvtps_ph((__m256)load(from + d), _MM_FROUND_TO_NEAREST_INT));
+    }
+  }
+#endif
+  for (; d < count; ++d) write_element(to + d * element_bytes, dtype, from[d]);
 }
 
 // to[d] = (a[d], b[d]) as one dword: the pairs along the rows that vdpbf16ps and TDPBF16PS take from B.
@@ -184,13 +220,6 @@ inline bool row_finite(const RowSource& source, int64_t j, int64_t count) {
   const char* at = source.row(j);
   if (source.dtype == kFp32) return exponents_below<uint32_t>(at, source.element_bytes, count, 0x7f800000u);
   return exponents_below<uint16_t>(at, source.element_bytes, count, source.dtype == kBf16 ? 0x7f80 : 0x7c00);
-}
-
-inline bool rows_finite(const RowSource& source, int64_t first, int64_t last, int64_t count) {
-  for (int64_t j = first; j < last; ++j) {
-    if (!row_finite(source, j, count)) return false;
-  }
-  return true;
 }
 
 // Scratch memory of one thread, handed out in 64-byte steps. A null base counts how much would be needed.

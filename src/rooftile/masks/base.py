@@ -24,7 +24,7 @@ class Visibility:
     """A mask as the kernels read it.
 
     ``lo`` and ``hi``: int32 (B or 1, Lq), inside ``[0, Lk]``, non-decreasing over the rows that see a key; both None:
-    every row sees all keys. ``dense``: bool, broadcastable to (B, Hq, Lq, Lk), False hides the pair; None: no such mask.
+    every row sees all keys. ``dense``: bool, broadcastable to (B, Hq, Lq, Lk), False hides the pair; None: none.
     """
 
     lo: Tensor | None = None
@@ -62,8 +62,8 @@ class Mask(ABC):
         """Sequences that the mask speaks of one by one; None: it is the same for all."""
         return None
 
-    def check_lengths(self, q_len: int, kv_len: int) -> None:
-        """Refuse lengths that the mask doesn't fit, with a :class:`UsageError`; values of tensors are looked at later."""
+    def check_lengths(self, q_len: int, kv_len: int) -> None:  # noqa: B027
+        """Refuse lengths that the mask doesn't fit, with a :class:`UsageError`; values of tensors come later."""
 
     @abstractmethod
     def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
@@ -73,7 +73,7 @@ class Mask(ABC):
     def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval | None:
         """The keys ``[lo, hi)`` that row ``i`` of its sequence sees, elementwise; None: the mask is no interval."""
 
-    def check_values(self, q_len: int, kv_len: int) -> None:
+    def check_values(self, q_len: int, kv_len: int) -> None:  # noqa: B027
         """Refuse tensors whose values don't fit the lengths."""
 
     def dense_part(self) -> Tensor | None:

@@ -1,0 +1,371 @@
+// The backward pass over tiles: Algorithm 4 of FlashAttention (Dao et al. 2022), scores recomputed from the LSE.
+//
+// A task owns a range of one kv head's keys (its dK and dV) and walks over all query rows that see them. Its part of dQ is either
+// final, or one of a few partial sums that are added in key order afterwards: no atomics, the same bits for any number of threads.
+#pragma once
+
+#include "attention_engines.h"
+
+namespace rooftile {
+namespace ROOFTILE_ISA {
+
+constexpr int64_t kEnoughTasks = 16;
+
+// How a problem falls into tasks, from shapes alone. Sequences and heads that share a bias gradient share a task.
+struct BackwardTasks {
+  int64_t unit_batch, unit_heads;  // sequences and kv heads of a task
+  int64_t units, parts;            // parts: ranges of keys, each with a partial dQ of its own
+  int64_t part_keys;
+  int64_t domains_per_head;        // row domains of one kv head
+  int64_t rows;                    // of a domain
+  int64_t blocks;                  // lane groups of a domain
+
+  BackwardTasks(const AttentionProblem& p, const AttentionGradients& g) {
+    const bool bias = g.dbias.data != nullptr;
+    unit_batch = bias && g.dbias.stride[0] == 0 ? p.batch : 1;
+    unit_heads = bias && g.dbias.stride[1] == 0 ? p.kv_heads : 1;
+    units = p.batch == 0 ? 0 : p.batch / unit_batch * (p.kv_heads / unit_heads);
+    const int64_t chunks = (p.kv_len + kBackwardChunk - 1) / kBackwardChunk;
+    const int64_t wanted = units == 0 ? 1 : (kEnoughTasks + units - 1) / units;
+    parts = bias && g.dbias.stride[3] == 0 ? 1 : wanted < chunks ? wanted : chunks;
+    if (parts < 1) parts = 1;  // no keys at all: dQ is still written
+    part_keys = (chunks + parts - 1) / parts * kBackwardChunk;
+    if (part_keys > 0) parts = (chunks * kBackwardChunk + part_keys - 1) / part_keys;
+    const int64_t group = p.q_heads / p.kv_heads;
+    domains_per_head = packs_heads(p) ? 1 : group;
+    rows = packs_heads(p) ? group * p.q_len : p.q_len;
+    blocks = (rows + kLanes - 1) / kLanes;
+  }
+  int64_t count() const { return units * parts; }
+};
+
+// One lane group as the backward pass reads it.
+template <typename Scalar>
+struct BackwardBlock {
+  LaneGroup lanes;
+  Scalar *q_t, *dout_t;        // [depth][lane]: operand B of the scores and of dP
+  Scalar *q_rows, *dout_rows;  // operand B of dK and dV
+  float *lse, *d;              // [lane]; D = rowsum(dO * O) - dLSE
+  int bad, bad_lane[kLanes];   // lanes where Q or dO is not finite: there q_rows and dout_rows have zeros
+};
+
+template <class Engine>
+class BackwardPass {
+ public:
+  using Scalar = typename Engine::Scalar;
+
+  // `shared` holds every part's dQ where there are several, else null.
+  BackwardPass(const AttentionProblem& problem, const AttentionGradients& gradients, Arena* arena, float* shared_dq)
+      : p(problem), grad(gradients), tasks(problem, gradients), shared(shared_dq) {
+    wide_q = Engine::padded(p.head_dim), wide_v = Engine::padded(p.value_dim);
+    columns_q = round_up(p.head_dim, kColumnStep), columns_v = round_up(p.value_dim, kColumnStep);
+    const int64_t tile = kBackwardKeys * kLanes, most = wide_q > wide_v ? wide_q : wide_v;
+    rows = arena->take<Scalar>(kLanes * most);
+    numbers = arena->take<float>(2 * columns_v);
+    block.q_t = arena->take<Scalar>(wide_q * kLanes);
+    block.dout_t = arena->take<Scalar>(wide_v * kLanes);
+    block.q_rows = arena->take<Scalar>(Engine::row_sum_operand(columns_q));
+    block.dout_rows = arena->take<Scalar>(Engine::row_sum_operand(columns_v));
+    block.lse = arena->take<float>(kLanes);
+    block.d = arena->take<float>(kLanes);
+    k_rows = arena->take<Scalar>(kBackwardChunk * wide_q);
+    clean_scratch = arena->take<Scalar>(kBackwardChunk * wide_q);
+    v_rows = arena->take<Scalar>(kBackwardChunk * wide_v);
+    k_columns = arena->take<Scalar>(Engine::key_columns(columns_q));
+    dk = arena->take<float>(kBackwardChunk * columns_q);
+    dv = arena->take<float>(kBackwardChunk * columns_v);
+    s = arena->take<float>(tile);
+    dp = arena->take<float>(tile);
+    extra = arena->take<float>(tile);
+    slope = arena->take<float>(tile);
+    visible = arena->take<uint32_t>(tile);
+    keep = arena->take<uint32_t>(tile);
+    operands = arena->take<Scalar>(Engine::gradient_operands());
+    if (tasks.parts == 1) own_dq = arena->take<float>(dq_block() * tasks.blocks * tasks.domains_per_head);
+  }
+
+  int64_t dq_block() const { return columns_q * kLanes; }
+  // Floats of one part's dQ over all sequences and heads.
+  int64_t dq_part() const { return dq_block() * tasks.blocks * tasks.domains_per_head * p.kv_heads * p.batch; }
+
+  void run(int64_t task) {
+    const int64_t unit = task / tasks.parts, part = task % tasks.parts;
+    const int64_t head_units = p.kv_heads / tasks.unit_heads;
+    const int64_t b0 = unit / head_units * tasks.unit_batch, h0 = unit % head_units * tasks.unit_heads;
+    for (int64_t b = b0; b < b0 + tasks.unit_batch; ++b) {
+      for (int64_t h = h0; h < h0 + tasks.unit_heads; ++h) {
+        float* dq = dq_of(part, b, h);
+        std::memset(dq, 0, static_cast<size_t>(dq_block() * tasks.blocks * tasks.domains_per_head) * 4);
+        const int64_t begin = part * tasks.part_keys;
+        const int64_t end = begin + tasks.part_keys < p.kv_len ? begin + tasks.part_keys : p.kv_len;
+        for (int64_t j = begin; j < end; j += kBackwardChunk) chunk(b, h, j, j + kBackwardChunk < end ? j + kBackwardChunk : end, dq);
+        if (tasks.parts == 1) {
+          for (int64_t i = 0; i < tasks.blocks * tasks.domains_per_head; ++i) write_dq(b, h, i, dq + i * dq_block());
+        }
+      }
+    }
+  }
+
+  // Adds the parts of one block of dQ in key order and writes it.
+  void reduce(int64_t index) {
+    const int64_t per_head = tasks.blocks * tasks.domains_per_head, head = index / per_head, i = index % per_head;
+    float* sum = dq_of(0, head / p.kv_heads, head % p.kv_heads) + i * dq_block();
+    for (int64_t part = 1; part < tasks.parts; ++part) {
+      const float* other = dq_of(part, head / p.kv_heads, head % p.kv_heads) + i * dq_block();
+      for (int64_t x = 0; x < dq_block(); ++x) sum[x] += other[x];
+    }
+    write_dq(head / p.kv_heads, head % p.kv_heads, i, sum);
+  }
+  int64_t reductions() const { return tasks.parts == 1 ? 0 : p.batch * p.kv_heads * tasks.blocks * tasks.domains_per_head; }
+
+ private:
+  const AttentionProblem& p;
+  const AttentionGradients& grad;
+  const BackwardTasks tasks;
+  int64_t wide_q, wide_v, columns_q, columns_v;
+  float *shared, *own_dq = nullptr;
+  BackwardBlock<Scalar> block;
+  Scalar *rows, *k_rows, *v_rows, *k_columns, *operands;
+  float *numbers, *dk, *dv, *s, *dp, *extra, *slope;
+  uint32_t *visible, *keep;
+  const Scalar* clean_k;            // k_rows, or a copy in which keys that are not finite are zeroed
+  Scalar* clean_scratch;
+  int64_t bad_keys = 0, bad_key[kBackwardChunk];
+
+  float* dq_of(int64_t part, int64_t b, int64_t h) {
+    if (tasks.parts == 1) return own_dq;
+    return shared + part * dq_part() + (b * p.kv_heads + h) * dq_block() * tasks.blocks * tasks.domains_per_head;
+  }
+
+  RowDomain domain(int64_t b, int64_t h, int64_t which) const {
+    return domain_of(p, packs_heads(p) ? b * p.kv_heads + h : b * p.q_heads + h * tasks.domains_per_head + which);
+  }
+
+  void chunk(int64_t b, int64_t h, int64_t begin, int64_t end, float* dq) {
+    const RowSource k = key_source(p, p.k, b, h), v = key_source(p, p.v, b, h);
+    const int64_t count = end - begin;
+    bool prepared = false;
+    std::memset(dk, 0, static_cast<size_t>(kBackwardChunk * columns_q) * 4);
+    std::memset(dv, 0, static_cast<size_t>(kBackwardChunk * columns_v) * 4);
+    for (int64_t which = 0; which < tasks.domains_per_head; ++which) {
+      const RowDomain rows_of = domain(b, h, which);
+      for (int64_t i = 0; i < tasks.blocks; ++i) {
+        fill_lanes(p, rows_of, i * kLanes, &block.lanes);
+        if (!block.lanes.sees(begin, end)) continue;
+        if (!prepared) {
+          prepared = true;
+          Engine::copy_rows(k, begin, count, p.head_dim, k_rows);
+          Engine::copy_rows(v, begin, count, p.value_dim, v_rows);
+          set_bad_keys_aside(k, begin, count);
+          Engine::key_columns_of(clean_k, wide_q, count, columns_q, k_columns);
+        }
+        open_block();
+        for (int64_t j = begin; j < end; j += kBackwardKeys) {
+          const int64_t to = j + kBackwardKeys < end ? j + kBackwardKeys : end;
+          if (block.lanes.sees(j, to)) step(begin, j, to, dq + (which * tasks.blocks + i) * dq_block());
+        }
+      }
+    }
+    write_rows(grad.dk, b, h, begin, count, p.head_dim, dk, columns_q, p.scale);
+    write_rows(grad.dv, b, h, begin, count, p.value_dim, dv, columns_v, 1.0f);
+  }
+
+  // A hidden pair's zero times NaN would be NaN. So what is not finite in K, Q and dO leaves the sums over keys and queries, and
+  // add_bad_pairs adds it where it is seen; all other results keep the bits that any finite number in its place would give them.
+  void set_bad_keys_aside(const RowSource& k, int64_t begin, int64_t count) {
+    bad_keys = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      if (!row_finite(k, begin + j, p.head_dim)) bad_key[bad_keys++] = j;
+    }
+    clean_k = k_rows;
+    if (bad_keys == 0) return;
+    std::memcpy(static_cast<void*>(clean_scratch), k_rows, static_cast<size_t>(count * wide_q) * sizeof(Scalar));
+    for (int64_t i = 0; i < bad_keys; ++i) Engine::clean_row(clean_scratch + bad_key[i] * wide_q, p.head_dim);
+    clean_k = clean_scratch;
+  }
+
+  void open_block() {
+    const LaneGroup& g = block.lanes;
+    bool bad[kLanes] = {};
+    const int64_t padded_rows = round_up(g.rows, 16);
+    gather_rows(p.q, p.head_dim, wide_q, padded_rows, bad);
+    Engine::transpose(rows, wide_q, padded_rows, wide_q, block.q_t, kLanes);
+    for (int lane = 0; lane < g.rows; ++lane) {
+      if (bad[lane]) Engine::clean_row(rows + lane * wide_q, p.head_dim);
+    }
+    Engine::sum_over_rows(rows, wide_q, g.rows, columns_q, block.q_rows);
+    gather_rows(grad.dout, p.value_dim, wide_v, padded_rows, bad);
+    Engine::transpose(rows, wide_v, padded_rows, wide_v, block.dout_t, kLanes);
+    block.bad = 0;
+    for (int lane = 0; lane < g.rows; ++lane) {
+      if (!bad[lane]) continue;
+      block.bad_lane[block.bad++] = lane;
+      Engine::clean_row(rows + lane * wide_v, p.value_dim);
+    }
+    Engine::sum_over_rows(rows, wide_v, g.rows, columns_v, block.dout_rows);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      block.lse[lane] = kInfinity;  // a lane without a query has probabilities of zero
+      block.d[lane] = 0.0f;
+      if (lane >= g.rows) continue;
+      const int64_t at = (g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane];
+      block.lse[lane] = p.lse[at];
+      const RowSource out = source_of(p.out, p.out_dtype, g.b, g.head[lane]), dout = source_of(grad.dout, p.dtype, g.b, g.head[lane]);
+      read_row(out.row(g.query[lane]), out.element_bytes, out.dtype, p.value_dim, columns_v, numbers);
+      read_row(dout.row(g.query[lane]), dout.element_bytes, dout.dtype, p.value_dim, columns_v, numbers + columns_v);
+      Vf sum{};
+      for (int64_t d = 0; d < columns_v; d += W) sum = fma(load(numbers + d), load(numbers + columns_v + d), sum);
+      float total = 0.0f;
+      for (int i = 0; i < W; ++i) total += sum[i];
+      block.d[lane] = total - (grad.dlse == nullptr ? 0.0f : grad.dlse[at]);
+    }
+  }
+
+  void gather_rows(const TensorView& view, int64_t dim, int64_t wide, int64_t padded_rows, bool* bad) {
+    const LaneGroup& g = block.lanes;
+    for (int lane = 0; lane < padded_rows; ++lane) {
+      if (lane >= g.rows) {
+        std::memset(static_cast<void*>(rows + lane * wide), 0, static_cast<size_t>(wide) * sizeof(Scalar));
+        continue;
+      }
+      const RowSource source = source_of(view, p.dtype, g.b, g.head[lane]);
+      Engine::copy_row(source.row(g.query[lane]), source, dim, rows + lane * wide);
+      bad[lane] = bad[lane] || !row_finite(source, g.query[lane], dim);
+    }
+  }
+
+  // The block against keys [from, to) of the chunk that starts at `chunk_begin`.
+  void step(int64_t chunk_begin, int64_t from, int64_t to, float* dq) {
+    const LaneGroup& g = block.lanes;
+    const int64_t count = to - from, at = from - chunk_begin;
+    const bool bias = p.bias.data != nullptr, dense = p.dense.data != nullptr;
+    const bool masked = dense || bias || !g.sees_all(from, to);
+    gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.head_dim), k_rows + at * wide_q, wide_q, block.q_t,
+                                                   kLanes, s, kLanes);
+    gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.value_dim), v_rows + at * wide_v, wide_v,
+                                                   block.dout_t, kLanes, dp, kLanes);
+    if (masked) {
+      visible_from_intervals(g, from, count, visible);
+      if (dense) hide_by_dense(p.dense, g, from, count, visible);
+      if (bias) read_bias(p, g, from, count, extra, visible);
+    }
+    if (p.drop_below != 0) read_keep(p, g, from, count, keep);
+    const bool general = bias || p.softcap > 0.0f || p.drop_below != 0;
+    if (general) {
+      probabilities<true>(count, masked);
+      if (grad.dbias.data != nullptr) add_dbias(from, count);
+      if (p.softcap > 0.0f) times_slope(count);
+    } else {
+      probabilities<false>(count, masked);
+    }
+    Engine::gradients(g.vecs, g.rows, count, s, dp, operands);
+    if (grad.dv.data != nullptr) Engine::add_row_sum(count, g.rows, columns_v, s, operands, 0, block.dout_rows, dv + at * columns_v);
+    if (grad.dk.data != nullptr) Engine::add_row_sum(count, g.rows, columns_q, dp, operands, 1, block.q_rows, dk + at * columns_q);
+    if (grad.dq.data != nullptr) Engine::add_dq(g.vecs, g.rows, count, at, p.head_dim, columns_q, dp, operands, clean_k, k_columns, dq);
+    if (block.bad > 0 || bad_keys > 0) add_bad_pairs(at, count, masked, dq);
+  }
+
+  // s becomes P (times dropout), dp becomes dS. General: softcap, bias or dropout; `slope` keeps the derivative of the softcap.
+  template <bool General>
+  ROOFTILE_NOINLINE void probabilities(int64_t count, bool masked) {
+    const Vf scale = set1(p.scale), log2e = set1(kLog2E), keep_scale = set1(p.keep_scale);
+    for (int64_t k = 0; k < count; ++k) {
+      for (int n = 0; n < block.lanes.vecs; ++n) {
+        const int64_t at = k * kLanes + n * W;
+        Vf score = load(s + at) * scale, d_prob = load(dp + at);
+        if (General && p.softcap > 0.0f) {
+          const Vf t = tanh_lanes(score / set1(p.softcap));
+          store(slope + at, set1(1.0f) - t * t);
+          score = set1(p.softcap) * t;
+        }
+        if (General && p.bias.data != nullptr) score = score + load(extra + at);
+        const Vf prob = exp2_lanes((score - load(block.lse + n * W)) * log2e);
+        Vf used = prob;
+        if (General && p.drop_below != 0) {
+          const Vu kept = load(keep + at);
+          used = (Vf)((Vu)(prob * keep_scale) & kept);
+          d_prob = (Vf)((Vu)(d_prob * keep_scale) & kept);
+        }
+        Vf d_score = prob * (d_prob - load(block.d + n * W));
+        if (masked) {
+          const Vu seen = load(visible + at);
+          used = (Vf)((Vu)used & seen);
+          d_score = (Vf)((Vu)d_score & seen);
+        }
+        store(s + at, used);
+        store(dp + at, d_score);
+      }
+    }
+  }
+
+  void times_slope(int64_t count) {
+    for (int64_t k = 0; k < count; ++k) {
+      for (int n = 0; n < block.lanes.vecs; ++n) {
+        const int64_t at = k * kLanes + n * W;
+        store(dp + at, load(dp + at) * load(slope + at));
+      }
+    }
+  }
+
+  void add_dbias(int64_t from, int64_t count) {
+    float* data = static_cast<float*>(grad.dbias.data);
+    for (int lane = 0; lane < block.lanes.rows; ++lane) {
+      float* row = data + offset_of(grad.dbias, block.lanes, lane, from);
+      for (int64_t k = 0; k < count; ++k) row[k * grad.dbias.stride[3]] += dp[k * kLanes + lane];
+    }
+  }
+
+  void add_bad_pairs(int64_t at, int64_t count, bool masked, float* dq) {
+    for (int i = 0; i < block.bad; ++i) {
+      const int lane = block.bad_lane[i];
+      for (int64_t k = 0; k < count; ++k) {
+        if (masked && visible[k * kLanes + lane] == 0) continue;
+        const float prob = s[k * kLanes + lane], d_score = dp[k * kLanes + lane];
+        for (int64_t d = 0; d < p.value_dim; ++d) {
+          const float dout = Engine::element(block.dout_t, d, kLanes, lane);
+          if (!finite(dout)) dv[(at + k) * columns_v + d] += prob * dout;
+        }
+        for (int64_t d = 0; d < p.head_dim; ++d) {
+          const float query = Engine::element(block.q_t, d, kLanes, lane);
+          if (!finite(query)) dk[(at + k) * columns_q + d] += d_score * query;
+        }
+      }
+    }
+    for (int64_t i = 0; i < bad_keys; ++i) {
+      const int64_t k = bad_key[i] - at;
+      if (k < 0 || k >= count) continue;
+      for (int lane = 0; lane < block.lanes.rows; ++lane) {
+        if (masked && visible[k * kLanes + lane] == 0) continue;
+        const float d_score = dp[k * kLanes + lane];
+        for (int64_t d = 0; d < p.head_dim; ++d) {
+          const float key = Engine::row_element(k_rows + bad_key[i] * wide_q, d);
+          if (!finite(key)) dq[Engine::dq_index(d, lane, columns_q)] += d_score * key;
+        }
+      }
+    }
+  }
+
+  void write_rows(const TensorView& view, int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim, const float* from, int64_t ld,
+                  float scale) {
+    if (view.data == nullptr) return;
+    const RowSource to = source_of(view, p.dtype, b, h);
+    for (int64_t j = 0; j < count; ++j) {
+      char* row = const_cast<char*>(to.row(first + j));
+      for (int64_t d = 0; d < dim; ++d) write_element(row + d * to.element_bytes, p.dtype, from[j * ld + d] * scale);
+    }
+  }
+
+  void write_dq(int64_t b, int64_t h, int64_t index, const float* from) {
+    if (grad.dq.data == nullptr) return;
+    fill_lanes(p, domain(b, h, index / tasks.blocks), index % tasks.blocks * kLanes, &block.lanes);
+    for (int lane = 0; lane < block.lanes.rows; ++lane) {
+      const RowSource to = source_of(grad.dq, p.dtype, b, block.lanes.head[lane]);
+      char* row = const_cast<char*>(to.row(block.lanes.query[lane]));
+      for (int64_t d = 0; d < p.head_dim; ++d) {
+        write_element(row + d * to.element_bytes, p.dtype, from[Engine::dq_index(d, lane, columns_q)] * p.scale);
+      }
+    }
+  }
+};
+
+}  // namespace ROOFTILE_ISA
+}  // namespace rooftile
