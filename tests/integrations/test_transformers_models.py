@@ -42,7 +42,9 @@ def test_an_encoder_agrees_with_eager(name: str, side: str):
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_encoder_decoder_agrees_with_eager(name: str):
     own, others = padded("right", 6), padded("left")
-    agree(name, own, input_ids=tokens(), attention_mask=others, decoder_input_ids=tokens(3, 6), decoder_attention_mask=own)
+    agree(
+        name, own, input_ids=tokens(), attention_mask=others, decoder_input_ids=tokens(3, 6), decoder_attention_mask=own
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert", "bart"])
@@ -61,14 +63,18 @@ def test_in_fp64_a_model_agrees_with_torchs_materialised_attention(name: str):
 def test_a_left_padded_batch_generates_the_tokens_of_eager(name: str, cache: str):
     inputs = {"input_ids": tokens(), "attention_mask": padded("left")}
     options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    assert torch.equal(build(name, "rooftile").generate(**inputs, **options), build(name, "eager").generate(**inputs, **options))
+    assert torch.equal(
+        build(name, "rooftile").generate(**inputs, **options), build(name, "eager").generate(**inputs, **options)
+    )
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_beams_of_an_encoder_decoder_are_those_of_eager(name: str):
     inputs = {"input_ids": tokens(), "attention_mask": padded("right")}
     options = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
-    assert torch.equal(build(name, "rooftile").generate(**inputs, **options), build(name, "eager").generate(**inputs, **options))
+    assert torch.equal(
+        build(name, "rooftile").generate(**inputs, **options), build(name, "eager").generate(**inputs, **options)
+    )
 
 
 def test_a_window_of_four_is_four_keys():
@@ -145,7 +151,7 @@ def test_dropped_probabilities_keep_their_mean():
 def test_gradient_checkpointing_changes_no_gradient():
     mask = padded("left")
     plain, saved = build("llama", "rooftile"), build("llama", "rooftile")
-    saved.gradient_checkpointing_enable({"use_reentrant": False})
+    saved.activation_checkpointing_enable()
     inputs = {"input_ids": tokens(), "attention_mask": mask, "use_cache": False}
     assert torch.equal(run(plain.train(), mask, **inputs)[1], run(saved.train(), mask, **inputs)[1])
 
