@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 
+#include "attention_amx_support.h"
 #include "attention_executor.h"
 #include "attention_kernels.h"
 #include "platform.h"
@@ -23,16 +24,21 @@ bool has_bf16_products() {
 }
 
 int32_t best_path() {
+  if (has_bf16_products() && has_amx()) return kPathAmx;
   if (has_bf16_products()) return kPathAvx512Bf16;
   return machine_isa == kAvx512 ? kPathAvx512 : machine_isa == kAvx2 ? kPathAvx2 : kPathPortable;
 }
 
-const int32_t machine_path = best_path();
+int32_t machine_path() {
+  static const int32_t path = best_path();
+  return path;
+}
 
 int32_t chosen_path(const AttentionProblem& p) {
-  const int32_t path = p.path == kPathAuto ? machine_path : p.path;
+  const int32_t path = p.path == kPathAuto ? machine_path() : p.path;
   // Paths that differ only in bf16 products are one path for other dtypes.
-  return path == kPathAvx512Bf16 && p.dtype != kBf16 ? kPathAvx512 : path;
+  const bool tiles = path == kPathAmx || path == kPathAvx512Bf16;
+  return tiles && p.dtype != kBf16 ? kPathAvx512 : path;
 }
 
 const AttentionPass* forward_of(const AttentionProblem& p) {
@@ -43,6 +49,10 @@ const AttentionPass* forward_of(const AttentionProblem& p) {
     case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::forward_fp32 : nullptr;
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::forward_bf16 : nullptr;
 #endif
+#if defined(ROOFTILE_AMX)
+    case kPathAmx: return has_bf16_products() && has_amx() ? &amx::forward_bf16 : nullptr;
+#endif
+    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::forward_bf16 : nullptr;
     default: return nullptr;
   }
 }
@@ -99,7 +109,7 @@ using namespace rooftile;
 
 ROOFTILE_API int32_t rooftile_attention_abi() { return 1; }
 
-ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path; }
+ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path(); }
 
 ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
   if (!usable(*problem)) return -1;

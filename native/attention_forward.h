@@ -6,34 +6,49 @@
 namespace rooftile {
 namespace ROOFTILE_ISA {
 
-constexpr int64_t kGroupsPerTask = 4;  // lane groups that share a prepared tile of keys
-
 // Rows of a task depend on shapes alone: never on the number of threads.
-inline int64_t task_rows(const AttentionProblem& p) {
+template <class Engine>
+int64_t task_rows(const AttentionProblem& p) {
   const int64_t domains = domains_of(p), rows = packs_heads(p) ? p.q_heads / p.kv_heads * p.q_len : p.q_len;
-  const int64_t large = kGroupsPerTask * kLanes;
-  return domains * ((rows + large - 1) / large) >= 16 ? large : kLanes;
+  int64_t large = Engine::kGroupsPerTask * kLanes;
+  while (large > kLanes && domains * ((rows + large - 1) / large) < 16) large /= 2;
+  return large;
 }
 
-inline int64_t tasks_per_domain(const AttentionProblem& p) {
+template <class Engine>
+int64_t tasks_per_domain(const AttentionProblem& p) {
   const int64_t rows = packs_heads(p) ? p.q_heads / p.kv_heads * p.q_len : p.q_len;
-  return (rows + task_rows(p) - 1) / task_rows(p);
+  const int64_t of_task = task_rows<Engine>(p);
+  return (rows + of_task - 1) / of_task;
 }
 
-inline int64_t forward_tasks(const AttentionProblem& p) { return domains_of(p) * tasks_per_domain(p); }
+template <class Engine>
+int64_t forward_tasks(const AttentionProblem& p) {
+  return domains_of(p) * tasks_per_domain<Engine>(p);
+}
+
+// Where a lane group begins in a key tile that was prepared from key `from` on.
+template <class Engine>
+int64_t first_key(const LaneGroup& lanes, int64_t from) {
+  return lanes.first > from ? from + (lanes.first - from) / Engine::kKeyAlign * Engine::kKeyAlign : from;
+}
 
 // Query-key pairs that the pass computes scores for: what a lane group visits, times its rows.
 template <class Engine>
 int64_t visited_scores(const AttentionProblem& p) {
   int64_t scores = 0;
+  const int64_t of_task = task_rows<Engine>(p);
   LaneGroup lanes;
   for (int64_t index = 0; index < domains_of(p); ++index) {
     const RowDomain domain = domain_of(p, index);
+    int64_t first = 0;  // of the task
     for (int64_t row = 0; row < domain.rows; row += kLanes) {
+      if (row % of_task == 0) first = p.kv_len;
       fill_lanes(p, domain, row, &lanes);
       if (lanes.first >= lanes.last) continue;
-      const int64_t begin = lanes.first / Engine::kKeyAlign * Engine::kKeyAlign;
-      scores += (lanes.last - begin) * lanes.rows;
+      first = lanes.first < first ? lanes.first : first;
+      const int64_t tile = lanes.first / Engine::kKeyTile * Engine::kKeyTile;
+      scores += (lanes.last - first_key<Engine>(lanes, tile > first ? tile : first)) * lanes.rows;
     }
   }
   return scores;
@@ -54,7 +69,7 @@ class ForwardPass {
     k_scratch = arena->take<Scalar>(key_tile * wide_q);
     v_scratch = arena->take<Scalar>(Engine::value_scratch(p.value_dim));
     factor = arena->take<float>(kLanes);
-    for (int64_t g = 0; g < kGroupsPerTask; ++g) {
+    for (int64_t g = 0; g < Engine::kGroupsPerTask; ++g) {
       state[g].lanes = arena->take<LaneGroup>(1);
       state[g].q = arena->take<Scalar>(wide_q * kLanes);
       state[g].o = arena->take<float>(wide_v * kLanes);
@@ -65,12 +80,12 @@ class ForwardPass {
   }
 
   void run(int64_t task) {
-    const int64_t per_domain = tasks_per_domain(p);
+    const int64_t per_domain = tasks_per_domain<Engine>(p), of_task = task_rows<Engine>(p);
     const RowDomain domain = domain_of(p, task / per_domain);
-    const int64_t begin = task % per_domain * task_rows(p);
+    const int64_t begin = task % per_domain * of_task;
     int groups = 0;
     int64_t first = p.kv_len, last = 0;
-    for (int64_t row = begin; row < begin + task_rows(p) && row < domain.rows; row += kLanes, ++groups) {
+    for (int64_t row = begin; row < begin + of_task && row < domain.rows; row += kLanes, ++groups) {
       open_group(domain, row, &state[groups]);
       const LaneGroup& lanes = *state[groups].lanes;
       if (lanes.first < first) first = lanes.first;
@@ -79,7 +94,7 @@ class ForwardPass {
     const RowSource k = key_source(p, p.k, domain.b, domain.kv_head), v = key_source(p, p.v, domain.b, domain.kv_head);
     for (int64_t tile = first / Engine::kKeyTile * Engine::kKeyTile; tile < last; tile += Engine::kKeyTile) {
       // Memory that no row of this task sees is never read.
-      const int64_t from = tile > first ? tile : first / Engine::kKeyAlign * Engine::kKeyAlign;
+      const int64_t from = tile > first ? tile : first;
       const int64_t to = tile + Engine::kKeyTile < last ? tile + Engine::kKeyTile : last;
       visit(k, v, from, to, groups);
     }
@@ -99,7 +114,7 @@ class ForwardPass {
   Scalar *rows, *probabilities, *k_scratch, *v_scratch;
   float *s, *extra, *factor;
   uint32_t* visible;
-  Group state[kGroupsPerTask];
+  Group state[Engine::kGroupsPerTask];
   enum class Poison { kUnknown, kNone, kSome } poison = Poison::kUnknown;  // of the prepared tile's values
 
   void open_group(const RowDomain& domain, int64_t first_row, Group* group) {
@@ -135,7 +150,7 @@ class ForwardPass {
         values = Engine::value_operand(v, from, to - from, p.value_dim, v_scratch);
         prepared = true;
       }
-      const int64_t begin = lanes.first > from ? from + (lanes.first - from) / Engine::kKeyAlign * Engine::kKeyAlign : from;
+      const int64_t begin = first_key<Engine>(lanes, from);
       const int64_t end = lanes.last < to ? lanes.last : to;
       step(&state[g], v, keys, values, from, to, begin, end);
     }
