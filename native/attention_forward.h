@@ -62,7 +62,9 @@ class ForwardPass {
   ForwardPass(const AttentionProblem& problem, Arena* arena) : p(problem) {
     const int64_t key_tile = Engine::kKeyTile, wide_q = Engine::padded(p.head_dim), wide_v = round_up(p.value_dim, kColumnStep);
     rows = arena->take<Scalar>(kLanes * wide_q);
-    s = arena->take<float>(key_tile * kLanes);
+    const int64_t smallest = 16 * wide_v;  // the scores' memory also takes rows of O on their way out
+    s_floats = key_tile * kLanes > smallest ? key_tile * kLanes : smallest;
+    s = arena->take<float>(s_floats);
     visible = arena->take<uint32_t>(key_tile * kLanes);
     extra = arena->take<float>(key_tile * kLanes);
     probabilities = arena->take<Scalar>(Engine::probability_scratch());
@@ -114,6 +116,7 @@ class ForwardPass {
   Scalar *rows, *probabilities, *k_scratch, *v_scratch;
   float *s, *extra, *factor;
   uint32_t* visible;
+  int64_t s_floats;
   Group state[Engine::kGroupsPerTask];
   enum class Poison { kUnknown, kNone, kSome } poison = Poison::kUnknown;  // of the prepared tile's values
 
@@ -233,29 +236,47 @@ class ForwardPass {
   void close_group(Group* group) {
     const LaneGroup& g = *group->lanes;
     const bool scaled = p.softcap > 0.0f || p.bias.data != nullptr || p.scale <= 0.0f;
-    const int64_t size = bytes_of(p.out_dtype);
-    for (int lane = 0; lane < g.rows; ++lane) {
-      const float m = scaled ? group->m[lane] : group->m[lane] * p.scale;
+    float* times = factor;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      times[lane] = 0.0f;
+      if (lane >= g.rows) continue;
       const bool empty = group->seen[lane] == 0;  // a row whose visible scores are all -inf is not: it gives NaN, as 0 / 0 does
-      const float l = group->l[lane];
+      const float m = scaled ? group->m[lane] : group->m[lane] * p.scale, l = group->l[lane];
       float lse = empty ? -kInfinity : l == 0.0f ? l / l : m + std::log(l), shrink = 1.0f;
-      if (p.sinks != nullptr) {  // one more key with this score and no value
-        const float sink = p.sinks[g.head[lane]];
-        const float top = lse > sink ? lse : sink;
-        if (sink != -kInfinity) {
-          const float total = lse == -kInfinity ? sink : top + std::log(std::exp(lse - top) + std::exp(sink - top));
-          shrink = lse == -kInfinity ? 0.0f : std::exp(lse - total);
-          lse = total;
-        }
-      }
+      if (p.sinks != nullptr) add_sink(p.sinks[g.head[lane]], &lse, &shrink);
       if (p.lse != nullptr) p.lse[(g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane]] = lse;
-      char* row = static_cast<char*>(p.out.data) + (g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2]) * size;
-      const float times = shrink * (p.drop_below != 0 ? p.keep_scale : 1.0f);
-      for (int64_t d = 0; d < p.value_dim; ++d) {
-        const float value = empty ? 0.0f : group->o[d * kLanes + lane] / l;
-        write_element(row + d * p.out.stride[3] * size, p.out_dtype, times == 1.0f ? value : value * times);
+      times[lane] = shrink * (p.drop_below != 0 ? p.keep_scale : 1.0f);
+      if (empty) group->l[lane] = 1.0f;  // O is 0 there
+    }
+    const int64_t wide = round_up(p.value_dim, kColumnStep), size = bytes_of(p.out_dtype);
+    for (int64_t d = 0; d < p.value_dim; ++d) {
+      for (int n = 0; n < g.vecs; ++n) {
+        float* at = group->o + d * kLanes + n * W;
+        store(at, load(at) / load(group->l + n * W) * load(times + n * W));
       }
     }
+    float* out = s;  // [lane][value_dim], all lanes at once where they fit
+    const int64_t step = kLanes * wide <= s_floats ? kLanes : 16;
+    for (int64_t first = 0; first < g.rows; first += step) {
+      transpose_dwords(reinterpret_cast<const uint32_t*>(group->o + first), kLanes, wide, step, reinterpret_cast<uint32_t*>(out), wide);
+      for (int64_t lane = first; lane < first + step && lane < g.rows; ++lane) {
+        char* row = static_cast<char*>(p.out.data) + (g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2]) * size;
+        write_row(row, p.out.stride[3] * size, p.out_dtype, p.value_dim, out + (lane - first) * wide);
+      }
+    }
+  }
+
+  // One more key with this score and no value.
+  static void add_sink(float sink, float* lse, float* shrink) {
+    if (sink == -kInfinity) return;
+    if (*lse == -kInfinity) {
+      *lse = sink;
+      return;
+    }
+    const float top = *lse > sink ? *lse : sink;
+    const float total = top + std::log(std::exp(*lse - top) + std::exp(sink - top));
+    *shrink = std::exp(*lse - total);
+    *lse = total;
   }
 };
 

@@ -42,9 +42,15 @@ constexpr int kPanelRows = 6, kPanelVecs = 2;
 template <class Op, int Rows, int Vecs, Into into, bool AdjacentRows>
 ROOFTILE_NOINLINE void panel(int64_t depth, const typename Op::Scalar* a, int64_t step, const typename Op::Scalar* b, int64_t ldb,
                              float* c, int64_t ldc, const float* factor) {
-  Vf sum[Rows][Vecs] = {};
+  Vf sum[Rows][Vecs];  // in registers: every loop over it is unrolled
+#pragma GCC unroll 8
+  for (int m = 0; m < Rows; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < Vecs; ++n) sum[m][n] = Vf{};
+  }
   for (int64_t k = 0; k < depth; ++k) {
     typename Op::Vec columns[Vecs];
+#pragma GCC unroll 8
     for (int n = 0; n < Vecs; ++n) columns[n] = load(b + n * W);
 #pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) {
@@ -55,7 +61,9 @@ ROOFTILE_NOINLINE void panel(int64_t depth, const typename Op::Scalar* a, int64_
     a += AdjacentRows ? step : 1;
     b += ldb;
   }
+#pragma GCC unroll 8
   for (int m = 0; m < Rows; ++m) {
+#pragma GCC unroll 8
     for (int n = 0; n < Vecs; ++n) {
       float* at = c + m * ldc + n * W;
       if (into == Into::kStore) store(at, sum[m][n]);

@@ -45,13 +45,17 @@ inline void fill_lanes(const AttentionProblem& p, const RowDomain& domain, int64
   g->last = 0;
   g->inner_first = 0;
   g->inner_last = p.kv_len;
-  for (int lane = 0; lane < kLanes; ++lane) {
+  int64_t head = domain.first_head + first_row / p.q_len, i = first_row % p.q_len;
+  for (int lane = 0; lane < kLanes; ++lane, ++i) {
     g->lo[lane] = g->hi[lane] = 0;
     g->head[lane] = g->query[lane] = 0;
     if (lane >= g->rows) continue;
-    const int64_t row = first_row + lane;
-    g->head[lane] = domain.first_head + row / p.q_len;
-    const int64_t i = g->query[lane] = row % p.q_len;
+    if (i == p.q_len) {
+      i = 0;
+      ++head;
+    }
+    g->head[lane] = head;
+    g->query[lane] = i;
     const int64_t lo = p.lo == nullptr ? 0 : p.lo[domain.b * p.interval_stride + i];
     const int64_t hi = p.hi == nullptr ? p.kv_len : p.hi[domain.b * p.interval_stride + i];
     if (lo < hi) {

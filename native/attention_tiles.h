@@ -107,6 +107,35 @@ inline void read_row_raw(const char* from, int64_t element_bytes, int64_t count,
   for (int64_t d = count; d < padded; ++d) to[d] = 0;
 }
 
+// One row of fp32 numbers rounded to `dtype`.
+inline void write_row(char* to, int64_t element_bytes, int32_t dtype, int64_t count, const float* from) {
+  int64_t d = 0;
+  if (dtype == kFp32 && element_bytes == 4) {
+    std::memcpy(to, from, static_cast<size_t>(count) * 4);
+    return;
+  }
+  if (dtype == kBf16 && element_bytes == 2) {
+    for (; d + 2 * W <= count; d += 2 * W) {
+      const Vu pairs = neighbours_bf16(load(from + d), load(from + d + W));
+      std::memcpy(to + d * 2, &pairs, sizeof pairs);
+    }
+  }
+#if defined(__AVX512F__)
+  if (dtype == kFp16 && element_bytes == 2) {
+    for (; d + 16 <= count; d += 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d * 2), _mm512_cvtps_ph((__m512)load(from + d), _MM_FROUND_TO_NEAREST_INT));
+    }
+  }
+#elif defined(__F16C__)
+  if (dtype == kFp16 && element_bytes == 2) {
+    for (; d + 8 <= count; d += 8) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d * 2), _mm256_cvtps_ph((__m256)load(from + d), _MM_FROUND_TO_NEAREST_INT));
+    }
+  }
+#endif
+  for (; d < count; ++d) write_element(to + d * element_bytes, dtype, from[d]);
+}
+
 // to[d] = (a[d], b[d]) as one dword: the pairs along the rows that vdpbf16ps and TDPBF16PS take from B.
 inline void interleave_rows(const uint16_t* a, const uint16_t* b, int64_t count, uint32_t* to) {
   for (int64_t d = 0; d < count; ++d) to[d] = a[d] | static_cast<uint32_t>(b[d]) << 16;

@@ -150,7 +150,7 @@ class Documents(_Given):
     def _run_of(q_ids: Tensor, kv_ids: Tensor) -> tuple[Tensor, Tensor]:
         batch = max(q_ids.shape[0], kv_ids.shape[0])
         q_ids = q_ids.expand(batch, -1).contiguous()
-        ordered, where = kv_ids.expand(batch, -1).sort(-1, stable=True)
+        ordered, where = kv_ids.expand(batch, -1).sort(dim=-1, stable=True)
         ordered = ordered.contiguous()
         first = torch.searchsorted(ordered, q_ids, right=False)
         count = torch.searchsorted(ordered, q_ids, right=True) - first
