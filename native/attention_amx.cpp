@@ -16,7 +16,10 @@ using Tiles = SoftwareTiles;
 
 }  // namespace
 
-const AttentionPass forward_bf16 = forward_pass<TileEngine<Tiles>>();
+const AttentionPass forward_bf16 = forward_pass<TileEngine<Tiles, 1>>();
+const AttentionPass forward_fp16 = forward_pass<TileEngine<Tiles, 2>>();
+const AttentionGradientPass backward_bf16 = backward_pass<TileEngine<Tiles, 1>>();
+const AttentionGradientPass backward_fp16 = backward_pass<TileEngine<Tiles, 2>>();
 
 }  // namespace ROOFTILE_ISA
 }  // namespace rooftile

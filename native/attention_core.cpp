@@ -23,8 +23,11 @@ bool has_bf16_products() {
 #endif
 }
 
+// The AMX path rounds to bf16 with AVX-512's instructions.
+bool has_tiles() { return has_bf16_products() && has_amx(); }
+
 int32_t best_path() {
-  if (has_bf16_products() && has_amx()) return kPathAmx;
+  if (has_tiles()) return kPathAmx;
   if (has_bf16_products()) return kPathAvx512Bf16;
   return machine_isa == kAvx512 ? kPathAvx512 : machine_isa == kAvx2 ? kPathAvx2 : kPathPortable;
 }
@@ -36,9 +39,10 @@ int32_t machine_path() {
 
 int32_t chosen_path(const AttentionProblem& p) {
   const int32_t path = p.path == kPathAuto ? machine_path() : p.path;
-  // Paths that differ only in bf16 products are one path for other dtypes.
-  const bool tiles = path == kPathAmx || path == kPathAvx512Bf16;
-  return tiles && p.dtype != kBf16 ? kPathAvx512 : path;
+  // Paths that differ only in products of 16-bit numbers are one path for other dtypes.
+  if (path == kPathAvx512Bf16 && p.dtype != kBf16) return kPathAvx512;
+  if (path == kPathAmx && p.dtype == kFp32) return kPathAvx512;
+  return path == kPathAmxSoftware && p.dtype == kFp32 ? kPathPortable : path;
 }
 
 const AttentionPass* forward_of(const AttentionProblem& p) {
@@ -50,9 +54,9 @@ const AttentionPass* forward_of(const AttentionProblem& p) {
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::forward_bf16 : nullptr;
 #endif
 #if defined(ROOFTILE_AMX)
-    case kPathAmx: return has_bf16_products() && has_amx() ? &amx::forward_bf16 : nullptr;
+    case kPathAmx: return !has_tiles() ? nullptr : p.dtype == kBf16 ? &amx::forward_bf16 : &amx::forward_fp16;
 #endif
-    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::forward_bf16 : nullptr;
+    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::forward_bf16 : &amx_software::forward_fp16;
     default: return nullptr;
   }
 }
@@ -65,6 +69,10 @@ const AttentionGradientPass* backward_of(const AttentionProblem& p) {
     case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::backward_fp32 : nullptr;
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::backward_bf16 : nullptr;
 #endif
+#if defined(ROOFTILE_AMX)
+    case kPathAmx: return !has_tiles() ? nullptr : p.dtype == kBf16 ? &amx::backward_bf16 : &amx::backward_fp16;
+#endif
+    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::backward_bf16 : &amx_software::backward_fp16;
     default: return nullptr;
   }
 }

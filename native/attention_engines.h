@@ -26,6 +26,7 @@ struct NoRegion {};
 // fp32 arithmetic on operands of any dtype.
 struct Fp32Engine {
   using Region = NoRegion;
+  static constexpr bool kFiniteOnly = false;  // whether its products take no Inf
   using Op = Fp32Op;
   using Scalar = float;
   static constexpr int64_t kKeyTile = 96;
@@ -106,6 +107,7 @@ struct Fp32Engine {
 // bf16 operands and products, fp32 sums. Scalars are pairs of neighbours along the sum, in one dword.
 struct Bf16Engine {
   using Region = NoRegion;
+  static constexpr bool kFiniteOnly = false;
   using Op = Bf16PairOp;
   using Scalar = uint32_t;
   static constexpr int64_t kKeyTile = 128;

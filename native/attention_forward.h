@@ -118,6 +118,7 @@ class ForwardPass {
   uint32_t* visible;
   int64_t s_floats;
   Group state[Engine::kGroupsPerTask];
+  bool keys_finite = true;  // the prepared tile's, where the engine has to know
   enum class Poison { kUnknown, kNone, kSome } poison = Poison::kUnknown;  // of the prepared tile's values
 
   void open_group(const RowDomain& domain, int64_t first_row, Group* group) {
@@ -151,22 +152,25 @@ class ForwardPass {
       if (!prepared) {
         keys = Engine::row_operand(k, from, to - from, p.head_dim, k_scratch);
         values = Engine::value_operand(v, from, to - from, p.value_dim, v_scratch);
+        keys_finite = !Engine::kFiniteOnly || rows_finite(k, from, to, p.head_dim);
         prepared = true;
       }
       const int64_t begin = first_key<Engine>(lanes, from);
       const int64_t end = lanes.last < to ? lanes.last : to;
-      step(&state[g], v, keys, values, from, to, begin, end);
+      step(&state[g], k, v, keys, values, from, to, begin, end);
     }
   }
 
   // One lane group against keys [begin, end) of the prepared tile [tile, tile_end).
-  void step(Group* group, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar> values, int64_t tile, int64_t tile_end,
-            int64_t begin, int64_t end) {
+  void step(Group* group, const RowSource& k, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar> values, int64_t tile,
+            int64_t tile_end, int64_t begin, int64_t end) {
     const LaneGroup& g = *group->lanes;
     const int64_t count = end - begin;
-    const bool masked = p.dense.data != nullptr || p.bias.data != nullptr || !g.sees_all(begin, end);
+    const bool selected = Engine::kFiniteOnly && has_poison(v, tile, tile_end);
+    const bool masked = p.dense.data != nullptr || p.bias.data != nullptr || !g.sees_all(begin, end) || selected;
     gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.head_dim), keys.data + (begin - tile) * keys.step,
                                                    keys.step, group->q, kLanes, s, kLanes);
+    if (!keys_finite) plain_scores(group, k, begin, count);
     if (masked) {
       visible_from_intervals(g, begin, count, visible);
       if (p.dense.data != nullptr) hide_by_dense(p.dense, g, begin, count, visible);
@@ -194,6 +198,20 @@ class ForwardPass {
       accumulate_selected(group, v, begin, count);
     } else {
       Engine::accumulate(g.vecs, count, p.value_dim, values, begin - tile, s, probabilities, factor, group->o);
+    }
+  }
+
+  // Scores of a tile whose keys the engine's products don't take. Rare, so plain.
+  void plain_scores(Group* group, const RowSource& k, int64_t begin, int64_t count) {
+    for (int lane = 0; lane < group->lanes->rows; ++lane) {
+      for (int64_t j = 0; j < count; ++j) {
+        const char* key = k.row(begin + j);
+        float sum = 0.0f;
+        for (int64_t d = 0; d < p.head_dim; ++d) {
+          sum += Engine::element(group->q, d, kLanes, lane) * read_element(key + d * k.element_bytes, k.dtype);
+        }
+        s[j * kLanes + lane] = sum;
+      }
     }
   }
 

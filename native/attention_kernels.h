@@ -28,8 +28,10 @@ struct AttentionGradientPass {
   namespace isa {                              \
   extern const AttentionPass forward_fp32;     \
   extern const AttentionPass forward_bf16;     \
+  extern const AttentionPass forward_fp16;     \
   extern const AttentionGradientPass backward_fp32; \
   extern const AttentionGradientPass backward_bf16; \
+  extern const AttentionGradientPass backward_fp16; \
   }
 ROOFTILE_DECLARE_PASSES(portable)
 ROOFTILE_DECLARE_PASSES(avx2)

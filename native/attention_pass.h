@@ -53,6 +53,7 @@ struct Backward {
   static void run(const AttentionProblem& p, const AttentionGradients& g, int64_t first, int64_t last, char* scratch, char* shared) {
     Arena arena{scratch, 0};
     Pass pass(p, g, &arena, reinterpret_cast<float*>(shared));
+    [[maybe_unused]] const typename Engine::Region region;
     for (int64_t task = first; task < last; ++task) pass.run(task);
   }
   static void reduce(const AttentionProblem& p, const AttentionGradients& g, int64_t first, int64_t last, char* scratch, char* shared) {
