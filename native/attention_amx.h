@@ -91,28 +91,19 @@ struct TileOp {
   }
 };
 
-// 2^t for the probabilities, rounded to Planes bf16 numbers afterwards. The fraction of t is taken downwards: it needs no rounding
-// apart, and scalef takes the same floor of t.
-template <int Planes>
-ROOFTILE_INLINE Vf exp2_probability(Vf t) {
+// exp2_lanes with the fraction of t taken downwards: it needs no rounding apart, and scalef takes the same floor of t.
+ROOFTILE_INLINE Vf exp2_floor(Vf t) {
 #if defined(__AVX512F__)
   const __mmask16 alive = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   const Vf f = (Vf)_mm512_reduce_ps((__m512)t, 9);  // t - floor(t), in [0, 1); 0 at -inf
-  Vf p;
-  if (Planes == 1) {  // minimax relative error 2.9e-6
-    p = fma(set1(0.013426686637103558f), f, set1(0.0522424690425396f));
-    p = fma(p, f, set1(0.2412802129983902f));
-    p = fma(p, f, set1(0.6930448412895203f));
-  } else {  // 8.3e-8
-    p = fma(set1(0.0018671303987503052f), f, set1(0.009017029777169228f));
-    p = fma(p, f, set1(0.05579991266131401f));
-    p = fma(p, f, set1(0.24016444385051727f));
-    p = fma(p, f, set1(0.6931512951850891f));
-  }
+  Vf p = fma(set1(0.0018671303987503052f), f, set1(0.009017029777169228f));  // minimax relative error 8.3e-8
+  p = fma(p, f, set1(0.05579991266131401f));
+  p = fma(p, f, set1(0.24016444385051727f));
+  p = fma(p, f, set1(0.6931512951850891f));
   p = fma(p, f, set1(1.0f));
   return (Vf)_mm512_maskz_scalef_ps(alive, (__m512)p, (__m512)t);
 #else
-  return exp2_poly<Planes == 1 ? 4 : 5>(t);
+  return exp2_lanes(t);
 #endif
 }
 
@@ -124,7 +115,7 @@ ROOFTILE_INLINE void settle_maximum(const Vf m[Vecs], float c, float* running, f
     const Vf old = load(running + n * W);
     const Vf settled = select((Vu)((m[n] - old) * set1(c) > set1(8.0f)), m[n], old);  // from -inf it has grown by infinity
     shift[n] = select((Vu)(settled == set1(-kInfinity)), Vf{}, settled);
-    store(factor + n * W, exp2_poly<5>((old - shift[n]) * set1(c)));
+    store(factor + n * W, exp2_lanes((old - shift[n]) * set1(c)));
     store(running + n * W, settled);
   }
 }
@@ -136,6 +127,7 @@ struct TileEngine {
   using Sum = typename PlanePairs<Planes>::Sums;
   using Scalar = uint32_t;
   using Region = typename Tiles::Region;
+  static constexpr bool kRounds = Planes == 1;     // two planes lose too little for a row sum of its own
   static constexpr bool kFiniteOnly = Planes > 1;  // an infinite operand times a lower plane of zero would be NaN
   static constexpr int64_t kKeyTile = 128;         // four tiles along the sum of the product with V
   static constexpr int64_t kKeyAlign = 32;         // a group's part of a key tile starts at a whole tile of V^T
@@ -185,17 +177,33 @@ struct TileEngine {
     return {scratch, kValueStep};
   }
 
+  static RowOperand<Scalar> cleaned(RowOperand<Scalar> v, int64_t, int64_t dim, const int64_t* rows, int64_t bad, Scalar* scratch) {
+    for (int64_t i = 0; i < bad; ++i) {
+      for (int64_t d = 0; d < dim; ++d) clean_number(scratch + d * kValueStep, rows[i]);
+    }
+    return v;
+  }
+  static void clean_row(Scalar* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) clean_number(row, d);
+  }
+  // Number i of a row in planes becomes zero where it is not finite: then its first plane is not either, and the others are zero.
+  static void clean_number(Scalar* row, int64_t i) {
+    Scalar* pair = row + i / 32 * kBlock + i % 32 / 2;
+    const uint32_t exponent = 0x7f80u << (i % 2 * 16);
+    if ((*pair & exponent) == exponent) *pair &= i % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+  }
+
   // Probabilities take the place of the scores where those have been read by then: plane b of pair p lies in row Planes * p + b.
   static constexpr bool kInPlace = Planes <= 2;
   static int64_t probability_scratch() { return kInPlace ? 0 : kKeyTile / 2 * Planes * kLanes; }
   static Scalar* chosen(float* s, Scalar* probabilities) { return kInPlace ? reinterpret_cast<Scalar*>(s) : probabilities; }
 
-  // The row sum adds the rounded probabilities in the order in which the tiles add their products with V: with V = 1 both are the
-  // same number, bit by bit.
+  // l adds the rounded probabilities in the order in which the tiles add their products with V: with V = 1 both are the same number,
+  // bit by bit. `exact` sums them before rounding, for the LSE.
   template <bool Masked, int Vecs>
-  static ROOFTILE_INLINE void stripe(int64_t keys, float c, float* s, const uint32_t* visible, float* running, float* l, float* factor,
-                                     Scalar* probabilities) {
-    Vf m[Vecs], shift[Vecs], total[Vecs];
+  static ROOFTILE_INLINE void stripe(int64_t keys, float c, float* s, const uint32_t* visible, float* running, float* l, float* exact,
+                                     float* factor, Scalar* probabilities) {
+    Vf m[Vecs], shift[Vecs], total[Vecs], exact_sum[Vecs] = {};
     for (int n = 0; n < Vecs; ++n) m[n] = load(running + n * W);
     stripe_maximum<Vecs, Masked>(keys, s, visible, m);
     settle_maximum<Vecs>(m, c, running, factor, shift);
@@ -210,8 +218,8 @@ struct TileEngine {
       for (int64_t pair = first; pair < last; ++pair) {
         for (int n = 0; n < Vecs; ++n) {
           const float* from = s + 2 * pair * kLanes + n * W;
-          Vf even = exp2_probability<Planes>((load(from) - shift[n]) * set1(c));
-          Vf odd = exp2_probability<Planes>((load(from + kLanes) - shift[n]) * set1(c));
+          Vf even = exp2_floor((load(from) - shift[n]) * set1(c)), odd = exp2_floor((load(from + kLanes) - shift[n]) * set1(c));
+          if (kRounds) exact_sum[n] = exact_sum[n] + (even + odd);
           for (int plane = 0; plane < Planes; ++plane) {
             const Vu both = pack_bf16(even, odd);
             store(probabilities + (Planes * pair + plane) * kLanes + n * W, both);
@@ -230,18 +238,25 @@ struct TileEngine {
     for (int64_t row = Planes * pairs; row < Planes * whole; ++row) {
       for (int n = 0; n < Vecs; ++n) store(probabilities + row * kLanes + n * W, Vu{});
     }
-    for (int n = 0; n < Vecs; ++n) store(l + n * W, total[n]);
+    for (int n = 0; n < Vecs; ++n) {
+      store(l + n * W, total[n]);
+      if (kRounds) store(exact + n * W, fma(load(exact + n * W), load(factor + n * W), exact_sum[n]));
+    }
   }
   template <bool Masked>
   static ROOFTILE_NOINLINE void softmax(int vecs, int64_t keys, float c, float* s, const uint32_t* visible, float* m, float* l,
-                                        float* factor, Scalar* probabilities) {
+                                        float* exact, float* factor, Scalar* probabilities) {
     constexpr int kVecs = Planes == 1 || kStripe == 1 ? kStripe : 2;  // sums of every plane in registers
     Scalar* to = chosen(s, probabilities);
     int n = 0;
     for (; n + kVecs <= vecs; n += kVecs) {
-      stripe<Masked, kVecs>(keys, c, s + n * W, visible + n * W, m + n * W, l + n * W, factor + n * W, to + n * W);
+      const int x = n * W;
+      stripe<Masked, kVecs>(keys, c, s + x, visible + x, m + x, l + x, exact + x, factor + x, to + x);
     }
-    for (; n < vecs; ++n) stripe<Masked, 1>(keys, c, s + n * W, visible + n * W, m + n * W, l + n * W, factor + n * W, to + n * W);
+    for (; n < vecs; ++n) {
+      const int x = n * W;
+      stripe<Masked, 1>(keys, c, s + x, visible + x, m + x, l + x, exact + x, factor + x, to + x);
+    }
   }
   static float probability(const float* s, const Scalar* probabilities, int64_t key, int lane) {
     const void* from = kInPlace ? static_cast<const void*>(s) : probabilities;

@@ -46,7 +46,7 @@ struct BackwardBlock {
   Scalar *q_t, *dout_t;        // [depth][lane]: operand B of the scores and of dP
   Scalar *q_rows, *dout_rows;  // operand B of dK and dV
   float *lse, *d;              // [lane]; D = rowsum(dO * O) - dLSE
-  bool finite;                 // all of Q and dO
+  int bad, bad_lane[kLanes];   // lanes where Q or dO is not finite: there q_rows and dout_rows have zeros
 };
 
 template <class Engine>
@@ -69,6 +69,7 @@ class BackwardPass {
     block.lse = arena->take<float>(kLanes);
     block.d = arena->take<float>(kLanes);
     k_rows = arena->take<Scalar>(kBackwardChunk * wide_q);
+    clean_scratch = arena->take<Scalar>(kBackwardChunk * wide_q);
     v_rows = arena->take<Scalar>(kBackwardChunk * wide_v);
     k_columns = arena->take<Scalar>(Engine::key_columns(columns_q));
     dk = arena->take<float>(kBackwardChunk * columns_q);
@@ -127,7 +128,9 @@ class BackwardPass {
   Scalar *rows, *k_rows, *v_rows, *k_columns, *operands;
   float *numbers, *dk, *dv, *s, *dp, *extra, *slope;
   uint32_t *visible, *keep;
-  bool keys_finite = true;
+  const Scalar* clean_k;            // k_rows, or a copy in which keys that are not finite are zeroed
+  Scalar* clean_scratch;
+  int64_t bad_keys = 0, bad_key[kBackwardChunk];
 
   float* dq_of(int64_t part, int64_t b, int64_t h) {
     if (tasks.parts == 1) return own_dq;
@@ -153,8 +156,8 @@ class BackwardPass {
           prepared = true;
           Engine::copy_rows(k, begin, count, p.head_dim, k_rows);
           Engine::copy_rows(v, begin, count, p.value_dim, v_rows);
-          Engine::key_columns_of(k_rows, wide_q, count, columns_q, k_columns);
-          keys_finite = rows_finite(k, begin, end, p.head_dim) && rows_finite(v, begin, end, p.value_dim);
+          set_bad_keys_aside(k, begin, count);
+          Engine::key_columns_of(clean_k, wide_q, count, columns_q, k_columns);
         }
         open_block();
         for (int64_t j = begin; j < end; j += kBackwardKeys) {
@@ -167,15 +170,38 @@ class BackwardPass {
     write_rows(grad.dv, b, h, begin, count, p.value_dim, dv, columns_v, 1.0f);
   }
 
+  // A hidden pair's zero times NaN would be NaN. So what is not finite in K, Q and dO leaves the sums over keys and queries, and
+  // add_bad_pairs adds it where it is seen; all other results keep the bits that any finite number in its place would give them.
+  void set_bad_keys_aside(const RowSource& k, int64_t begin, int64_t count) {
+    bad_keys = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      if (!row_finite(k, begin + j, p.head_dim)) bad_key[bad_keys++] = j;
+    }
+    clean_k = k_rows;
+    if (bad_keys == 0) return;
+    std::memcpy(static_cast<void*>(clean_scratch), k_rows, static_cast<size_t>(count * wide_q) * sizeof(Scalar));
+    for (int64_t i = 0; i < bad_keys; ++i) Engine::clean_row(clean_scratch + bad_key[i] * wide_q, p.head_dim);
+    clean_k = clean_scratch;
+  }
+
   void open_block() {
     const LaneGroup& g = block.lanes;
-    block.finite = true;
+    bool bad[kLanes] = {};
     const int64_t padded_rows = round_up(g.rows, 16);
-    gather_rows(p.q, p.head_dim, wide_q, padded_rows);
+    gather_rows(p.q, p.head_dim, wide_q, padded_rows, bad);
     Engine::transpose(rows, wide_q, padded_rows, wide_q, block.q_t, kLanes);
+    for (int lane = 0; lane < g.rows; ++lane) {
+      if (bad[lane]) Engine::clean_row(rows + lane * wide_q, p.head_dim);
+    }
     Engine::sum_over_rows(rows, wide_q, g.rows, columns_q, block.q_rows);
-    gather_rows(grad.dout, p.value_dim, wide_v, padded_rows);
+    gather_rows(grad.dout, p.value_dim, wide_v, padded_rows, bad);
     Engine::transpose(rows, wide_v, padded_rows, wide_v, block.dout_t, kLanes);
+    block.bad = 0;
+    for (int lane = 0; lane < g.rows; ++lane) {
+      if (!bad[lane]) continue;
+      block.bad_lane[block.bad++] = lane;
+      Engine::clean_row(rows + lane * wide_v, p.value_dim);
+    }
     Engine::sum_over_rows(rows, wide_v, g.rows, columns_v, block.dout_rows);
     for (int lane = 0; lane < kLanes; ++lane) {
       block.lse[lane] = kInfinity;  // a lane without a query has probabilities of zero
@@ -194,7 +220,7 @@ class BackwardPass {
     }
   }
 
-  void gather_rows(const TensorView& view, int64_t dim, int64_t wide, int64_t padded_rows) {
+  void gather_rows(const TensorView& view, int64_t dim, int64_t wide, int64_t padded_rows, bool* bad) {
     const LaneGroup& g = block.lanes;
     for (int lane = 0; lane < padded_rows; ++lane) {
       if (lane >= g.rows) {
@@ -203,7 +229,7 @@ class BackwardPass {
       }
       const RowSource source = source_of(view, p.dtype, g.b, g.head[lane]);
       Engine::copy_row(source.row(g.query[lane]), source, dim, rows + lane * wide);
-      block.finite = block.finite && row_finite(source, g.query[lane], dim);
+      bad[lane] = bad[lane] || !row_finite(source, g.query[lane], dim);
     }
   }
 
@@ -231,11 +257,11 @@ class BackwardPass {
     } else {
       probabilities<false>(count, masked);
     }
-    if (masked && !(block.finite && keys_finite)) return add_selected(at, count, dq);
     Engine::gradients(g.vecs, g.rows, count, s, dp, operands);
     if (grad.dv.data != nullptr) Engine::add_row_sum(count, g.rows, columns_v, s, operands, 0, block.dout_rows, dv + at * columns_v);
     if (grad.dk.data != nullptr) Engine::add_row_sum(count, g.rows, columns_q, dp, operands, 1, block.q_rows, dk + at * columns_q);
-    if (grad.dq.data != nullptr) Engine::add_dq(g.vecs, g.rows, count, at, p.head_dim, columns_q, dp, operands, k_rows, k_columns, dq);
+    if (grad.dq.data != nullptr) Engine::add_dq(g.vecs, g.rows, count, at, p.head_dim, columns_q, dp, operands, clean_k, k_columns, dq);
+    if (block.bad > 0 || bad_keys > 0) add_bad_pairs(at, count, masked, dq);
   }
 
   // s becomes P (times dropout), dp becomes dS. General: softcap, bias or dropout; `slope` keeps the derivative of the softcap.
@@ -252,7 +278,7 @@ class BackwardPass {
           score = set1(p.softcap) * t;
         }
         if (General && p.bias.data != nullptr) score = score + load(extra + at);
-        const Vf prob = exp2_poly<5>((score - load(block.lse + n * W)) * log2e);
+        const Vf prob = exp2_lanes((score - load(block.lse + n * W)) * log2e);
         Vf used = prob;
         if (General && p.drop_below != 0) {
           const Vu kept = load(keep + at);
@@ -288,17 +314,31 @@ class BackwardPass {
     }
   }
 
-  // The select path: pair by pair, hidden pairs left out, so that zero times NaN never enters. Rare, so plain.
-  void add_selected(int64_t at, int64_t count, float* dq) {
-    const LaneGroup& g = block.lanes;
-    for (int64_t k = 0; k < count; ++k) {
-      for (int lane = 0; lane < g.rows; ++lane) {
-        if (visible[k * kLanes + lane] == 0) continue;
+  void add_bad_pairs(int64_t at, int64_t count, bool masked, float* dq) {
+    for (int i = 0; i < block.bad; ++i) {
+      const int lane = block.bad_lane[i];
+      for (int64_t k = 0; k < count; ++k) {
+        if (masked && visible[k * kLanes + lane] == 0) continue;
         const float prob = s[k * kLanes + lane], d_score = dp[k * kLanes + lane];
-        for (int64_t d = 0; d < p.value_dim; ++d) dv[(at + k) * columns_v + d] += prob * Engine::element(block.dout_t, d, kLanes, lane);
+        for (int64_t d = 0; d < p.value_dim; ++d) {
+          const float dout = Engine::element(block.dout_t, d, kLanes, lane);
+          if (!finite(dout)) dv[(at + k) * columns_v + d] += prob * dout;
+        }
         for (int64_t d = 0; d < p.head_dim; ++d) {
-          dk[(at + k) * columns_q + d] += d_score * Engine::element(block.q_t, d, kLanes, lane);
-          dq[Engine::dq_index(d, lane, columns_q)] += d_score * Engine::row_element(k_rows + (at + k) * wide_q, d);
+          const float query = Engine::element(block.q_t, d, kLanes, lane);
+          if (!finite(query)) dk[(at + k) * columns_q + d] += d_score * query;
+        }
+      }
+    }
+    for (int64_t i = 0; i < bad_keys; ++i) {
+      const int64_t k = bad_key[i] - at;
+      if (k < 0 || k >= count) continue;
+      for (int lane = 0; lane < block.lanes.rows; ++lane) {
+        if (masked && visible[k * kLanes + lane] == 0) continue;
+        const float d_score = dp[k * kLanes + lane];
+        for (int64_t d = 0; d < p.head_dim; ++d) {
+          const float key = Engine::row_element(k_rows + bad_key[i] * wide_q, d);
+          if (!finite(key)) dq[Engine::dq_index(d, lane, columns_q)] += d_score * key;
         }
       }
     }

@@ -29,6 +29,7 @@ struct Fp32Engine {
   static constexpr bool kFiniteOnly = false;  // whether its products take no Inf
   using Op = Fp32Op;
   using Scalar = float;
+  static constexpr bool kRounds = false;  // whether probabilities are rounded before they multiply V
   static constexpr int64_t kKeyTile = 96;
   static constexpr int64_t kKeyAlign = 1;  // a group's visible part of a tile may start anywhere
   static constexpr int64_t kGroupsPerTask = 4;  // lane groups that share a prepared tile of keys
@@ -59,10 +60,22 @@ struct Fp32Engine {
   static RowOperand<Scalar> value_operand(const RowSource& v, int64_t first, int64_t count, int64_t dim, Scalar* scratch) {
     return row_operand(v, first, count, dim, scratch);
   }
+  // The same operand with zeros for what is not finite in these rows.
+  static RowOperand<Scalar> cleaned(RowOperand<Scalar> v, int64_t count, int64_t dim, const int64_t* rows, int64_t bad, Scalar* scratch) {
+    if (v.data != scratch) {
+      for (int64_t j = 0; j < count; ++j) std::memcpy(scratch + j * padded(dim), v.data + j * v.step, static_cast<size_t>(dim) * 4);
+    }
+    for (int64_t i = 0; i < bad; ++i) clean_row(scratch + rows[i] * padded(dim), dim);
+    return {scratch, padded(dim)};
+  }
+  static void clean_row(Scalar* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) row[d] = finite(row[d]) ? row[d] : 0.0f;
+  }
   static int64_t probability_scratch() { return 0; }  // in place of the scores
 
   template <bool Masked>
-  static void softmax(int vecs, int64_t keys, float c, float* s, const uint32_t* visible, float* m, float* l, float* factor, Scalar*) {
+  static void softmax(int vecs, int64_t keys, float c, float* s, const uint32_t* visible, float* m, float* l, float*, float* factor,
+                      Scalar*) {
     softmax_fp32<Masked>(vecs, keys, c, s, visible, m, l, factor);
   }
   static float probability(const float* s, const Scalar*, int64_t key, int lane) { return s[key * kLanes + lane]; }
@@ -110,6 +123,7 @@ struct Bf16Engine {
   static constexpr bool kFiniteOnly = false;
   using Op = Bf16PairOp;
   using Scalar = uint32_t;
+  static constexpr bool kRounds = true;
   static constexpr int64_t kKeyTile = 128;
   static constexpr int64_t kKeyAlign = 2;
   static constexpr int64_t kGroupsPerTask = 4;
@@ -160,12 +174,27 @@ struct Bf16Engine {
     transpose_dwords(interleaved, wide, round_up(pairs, kColumnStep), wide, scratch, kPairs);
     return {scratch, kPairs};
   }
+  static RowOperand<Scalar> cleaned(RowOperand<Scalar> v, int64_t, int64_t dim, const int64_t* rows, int64_t bad, Scalar* scratch) {
+    for (int64_t i = 0; i < bad; ++i) {
+      for (int64_t d = 0; d < dim; ++d) clean_half(scratch + d * kPairs + rows[i] / 2, rows[i] % 2);
+    }
+    return v;
+  }
+  static void clean_row(Scalar* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) clean_half(row + d / 2, d % 2);
+  }
+  static void clean_half(Scalar* pair, int64_t half) {
+    const uint32_t exponent = 0x7f80u << (half * 16);
+    if ((*pair & exponent) == exponent) *pair &= half == 0 ? 0xffff0000u : 0x0000ffffu;
+  }
   static int64_t probability_scratch() { return kPairs * kLanes; }
 
+  // l sums the rounded probabilities, in the order of the product with V: with V = 1 the output is 1. `exact` sums them as they
+  // are, for the LSE: what rounding does to a row sum is no part of it.
   template <bool Masked, int Vecs>
-  static ROOFTILE_INLINE void stripe(int64_t keys, float c, float* s, const uint32_t* visible, float* running, float* l, float* factor,
-                                     Scalar* probabilities) {
-    Vf m[Vecs], shift[Vecs], sum[Vecs] = {};
+  static ROOFTILE_INLINE void stripe(int64_t keys, float c, float* s, const uint32_t* visible, float* running, float* l, float* exact,
+                                     float* factor, Scalar* probabilities) {
+    Vf m[Vecs], shift[Vecs], sum[Vecs] = {}, exact_sum[Vecs] = {};
     for (int n = 0; n < Vecs; ++n) m[n] = load(running + n * W);
     stripe_maximum<Vecs, Masked>(keys, s, visible, m);
     shift_maximum<Vecs>(m, c, running, factor, shift);
@@ -173,24 +202,30 @@ struct Bf16Engine {
     for (int64_t pair = 0; pair < (keys + 1) / 2; ++pair) {
       for (int n = 0; n < Vecs; ++n) {
         const float* at = s + 2 * pair * kLanes + n * W;
-        const Vf even = exp2_poly<4>((load(at) - shift[n]) * set1(c));
-        const Vf odd = 2 * pair + 1 < keys ? exp2_poly<4>((load(at + kLanes) - shift[n]) * set1(c)) : Vf{};
+        const Vf even = exp2_lanes((load(at) - shift[n]) * set1(c));
+        const Vf odd = 2 * pair + 1 < keys ? exp2_lanes((load(at + kLanes) - shift[n]) * set1(c)) : Vf{};
         const Vu both = pack_bf16(even, odd);
         store(probabilities + pair * kLanes + n * W, both);
-        sum[n] = Op::dot(sum[n], ones, both);  // the rounded ones, in the order of the product with V
+        sum[n] = Op::dot(sum[n], ones, both);
+        exact_sum[n] = exact_sum[n] + (even + odd);
       }
     }
-    for (int n = 0; n < Vecs; ++n) store(l + n * W, fma(load(l + n * W), load(factor + n * W), sum[n]));
+    for (int n = 0; n < Vecs; ++n) {
+      store(l + n * W, fma(load(l + n * W), load(factor + n * W), sum[n]));
+      store(exact + n * W, fma(load(exact + n * W), load(factor + n * W), exact_sum[n]));
+    }
   }
   template <bool Masked>
   static ROOFTILE_NOINLINE void softmax(int vecs, int64_t keys, float c, float* s, const uint32_t* visible, float* m, float* l,
-                                        float* factor, Scalar* probabilities) {
+                                        float* exact, float* factor, Scalar* probabilities) {
     int n = 0;
     for (; n + kStripe <= vecs; n += kStripe) {
-      stripe<Masked, kStripe>(keys, c, s + n * W, visible + n * W, m + n * W, l + n * W, factor + n * W, probabilities + n * W);
+      const int x = n * W;
+      stripe<Masked, kStripe>(keys, c, s + x, visible + x, m + x, l + x, exact + x, factor + x, probabilities + x);
     }
     for (; n < vecs; ++n) {
-      stripe<Masked, 1>(keys, c, s + n * W, visible + n * W, m + n * W, l + n * W, factor + n * W, probabilities + n * W);
+      const int x = n * W;
+      stripe<Masked, 1>(keys, c, s + x, visible + x, m + x, l + x, exact + x, factor + x, probabilities + x);
     }
   }
   static float probability(const float*, const Scalar* probabilities, int64_t key, int lane) {

@@ -77,6 +77,7 @@ class ForwardPass {
       state[g].o = arena->take<float>(wide_v * kLanes);
       state[g].m = arena->take<float>(kLanes);
       state[g].l = arena->take<float>(kLanes);
+      state[g].exact = Engine::kRounds ? arena->take<float>(kLanes) : state[g].l;
       state[g].seen = arena->take<uint32_t>(kLanes);
     }
   }
@@ -108,7 +109,7 @@ class ForwardPass {
     LaneGroup* lanes;
     Scalar* q;      // Q^T [depth][lane]
     float* o;       // O^T [value_dim][lane], unnormalised
-    float *m, *l;
+    float *m, *l, *exact;  // exact: the row sum before rounding
     uint32_t* seen;  // all ones where the lane has seen a key
   };
 
@@ -118,8 +119,11 @@ class ForwardPass {
   uint32_t* visible;
   int64_t s_floats;
   Group state[Engine::kGroupsPerTask];
-  bool keys_finite = true;  // the prepared tile's, where the engine has to know
-  enum class Poison { kUnknown, kNone, kSome } poison = Poison::kUnknown;  // of the prepared tile's values
+  static constexpr int64_t kUnknown = -1;
+  int64_t bad_values = kUnknown;  // rows of the prepared tile's values that are not finite, and which they are
+  int64_t bad_value[Engine::kKeyTile];
+  int64_t bad_keys = 0;  // the same of its keys, where the engine's products take finite numbers alone
+  int64_t bad_key[Engine::kKeyTile];
 
   void open_group(const RowDomain& domain, int64_t first_row, Group* group) {
     LaneGroup& g = *group->lanes;
@@ -137,14 +141,14 @@ class ForwardPass {
     std::memset(group->o, 0, static_cast<size_t>(round_up(p.value_dim, kColumnStep) * kLanes) * 4);
     for (int lane = 0; lane < kLanes; ++lane) {
       group->m[lane] = -kInfinity;
-      group->l[lane] = 0.0f;
+      group->l[lane] = group->exact[lane] = 0.0f;
       group->seen[lane] = 0;
     }
   }
 
   void visit(const RowSource& k, const RowSource& v, int64_t from, int64_t to, int groups) {
     bool prepared = false;
-    poison = Poison::kUnknown;
+    bad_values = kUnknown;
     RowOperand<Scalar> keys{}, values{};
     for (int g = 0; g < groups; ++g) {
       const LaneGroup& lanes = *state[g].lanes;
@@ -152,25 +156,27 @@ class ForwardPass {
       if (!prepared) {
         keys = Engine::row_operand(k, from, to - from, p.head_dim, k_scratch);
         values = Engine::value_operand(v, from, to - from, p.value_dim, v_scratch);
-        keys_finite = !Engine::kFiniteOnly || rows_finite(k, from, to, p.head_dim);
+        if (Engine::kFiniteOnly) bad_keys = list_bad_rows(k, from, to, p.head_dim, bad_key);
         prepared = true;
       }
       const int64_t begin = first_key<Engine>(lanes, from);
       const int64_t end = lanes.last < to ? lanes.last : to;
-      step(&state[g], k, v, keys, values, from, to, begin, end);
+      step(&state[g], k, v, keys, &values, from, to, begin, end);
     }
   }
 
   // One lane group against keys [begin, end) of the prepared tile [tile, tile_end).
-  void step(Group* group, const RowSource& k, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar> values, int64_t tile,
+  void step(Group* group, const RowSource& k, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar>* values, int64_t tile,
             int64_t tile_end, int64_t begin, int64_t end) {
     const LaneGroup& g = *group->lanes;
     const int64_t count = end - begin;
-    const bool selected = Engine::kFiniteOnly && has_poison(v, tile, tile_end);
-    const bool masked = p.dense.data != nullptr || p.bias.data != nullptr || !g.sees_all(begin, end) || selected;
+    const bool masked = p.dense.data != nullptr || p.bias.data != nullptr || !g.sees_all(begin, end);
     gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.head_dim), keys.data + (begin - tile) * keys.step,
                                                    keys.step, group->q, kLanes, s, kLanes);
-    if (!keys_finite) plain_scores(group, k, begin, count);
+    for (int64_t i = 0; i < bad_keys; ++i) {
+      const int64_t key = tile + bad_key[i];
+      if (begin <= key && key < end) plain_scores(group, k, key, s + (key - begin) * kLanes);
+    }
     if (masked) {
       visible_from_intervals(g, begin, count, visible);
       if (p.dense.data != nullptr) hide_by_dense(p.dense, g, begin, count, visible);
@@ -185,34 +191,41 @@ class ForwardPass {
       c = kLog2E;
     }
     if (masked) {
-      Engine::template softmax<true>(g.vecs, count, c, s, visible, group->m, group->l, factor, probabilities);
+      Engine::template softmax<true>(g.vecs, count, c, s, visible, group->m, group->l, group->exact, factor, probabilities);
     } else {
-      Engine::template softmax<false>(g.vecs, count, c, s, visible, group->m, group->l, factor, probabilities);
+      Engine::template softmax<false>(g.vecs, count, c, s, visible, group->m, group->l, group->exact, factor, probabilities);
     }
     if (p.drop_below != 0) {
       uint32_t* keep = reinterpret_cast<uint32_t*>(extra);
       read_keep(p, g, begin, count, keep);
       Engine::drop(g.vecs, count, keep, s, probabilities);
     }
-    if (masked && has_poison(v, tile, tile_end)) {
-      accumulate_selected(group, v, begin, count);
-    } else {
-      Engine::accumulate(g.vecs, count, p.value_dim, values, begin - tile, s, probabilities, factor, group->o);
+    // A product may go on behind `end`, with probabilities of zero.
+    if ((masked || end < tile_end || Engine::kFiniteOnly) && bad_values == kUnknown) set_bad_values_aside(v, tile, tile_end, values);
+    Engine::accumulate(g.vecs, count, p.value_dim, *values, begin - tile, s, probabilities, factor, group->o);
+    for (int64_t i = 0; i < bad_values; ++i) {
+      const int64_t key = tile + bad_value[i];
+      if (begin <= key && key < end) add_value(group, v, key, key - begin, masked);
     }
   }
 
-  // Scores of a tile whose keys the engine's products don't take. Rare, so plain.
-  void plain_scores(Group* group, const RowSource& k, int64_t begin, int64_t count) {
+  // Scores of a key that the engine's products don't take. Rare, so plain.
+  void plain_scores(Group* group, const RowSource& k, int64_t key, float* scores) {
+    const char* row = k.row(key);
     for (int lane = 0; lane < group->lanes->rows; ++lane) {
-      for (int64_t j = 0; j < count; ++j) {
-        const char* key = k.row(begin + j);
-        float sum = 0.0f;
-        for (int64_t d = 0; d < p.head_dim; ++d) {
-          sum += Engine::element(group->q, d, kLanes, lane) * read_element(key + d * k.element_bytes, k.dtype);
-        }
-        s[j * kLanes + lane] = sum;
+      scores[lane] = 0.0f;
+      for (int64_t d = 0; d < p.head_dim; ++d) {
+        scores[lane] += Engine::element(group->q, d, kLanes, lane) * read_element(row + d * k.element_bytes, k.dtype);
       }
     }
+  }
+
+  static int64_t list_bad_rows(const RowSource& rows, int64_t first, int64_t last, int64_t dim, int64_t* list) {
+    int64_t count = 0;
+    for (int64_t j = first; j < last; ++j) {
+      if (!row_finite(rows, j, dim)) list[count++] = j - first;
+    }
+    return count;
   }
 
   // Whether any lane sees a key of this tile.
@@ -229,24 +242,20 @@ class ForwardPass {
     return all != 0;
   }
 
-  // Whether a value row of the tile is not finite: where it is hidden, its product with a probability of zero would be NaN.
-  bool has_poison(const RowSource& v, int64_t tile, int64_t tile_end) {
-    if (poison == Poison::kUnknown) poison = rows_finite(v, tile, tile_end, p.value_dim) ? Poison::kNone : Poison::kSome;
-    return poison == Poison::kSome;
+  // A hidden pair's probability of zero times NaN would be NaN. So what is not finite in V leaves the product, and is added for the
+  // lanes that see it; all other results keep the bits that any finite number in its place would give them.
+  void set_bad_values_aside(const RowSource& v, int64_t tile, int64_t tile_end, RowOperand<Scalar>* values) {
+    bad_values = list_bad_rows(v, tile, tile_end, p.value_dim, bad_value);
+    if (bad_values > 0) *values = Engine::cleaned(*values, tile_end - tile, p.value_dim, bad_value, bad_values, v_scratch);
   }
 
-  // The select path: pair by pair, hidden pairs left out. Rare, so plain.
-  void accumulate_selected(Group* group, const RowSource& v, int64_t begin, int64_t count) {
+  void add_value(Group* group, const RowSource& v, int64_t key, int64_t k, bool masked) {
     for (int lane = 0; lane < group->lanes->rows; ++lane) {
+      if (masked && visible[k * kLanes + lane] == 0) continue;
+      const float prob = Engine::probability(s, probabilities, k, lane);
       for (int64_t d = 0; d < p.value_dim; ++d) {
-        float sum = 0.0f;
-        for (int64_t k = 0; k < count; ++k) {
-          if (visible[k * kLanes + lane] == 0) continue;
-          if (p.drop_below != 0 && reinterpret_cast<const uint32_t*>(extra)[k * kLanes + lane] == 0) continue;
-          sum += Engine::probability(s, probabilities, k, lane) * read_element(v.row(begin + k) + d * v.element_bytes, v.dtype);
-        }
-        float* at = group->o + d * kLanes + lane;
-        *at = *at * factor[lane] + sum;
+        const float value = read_element(v.row(key) + d * v.element_bytes, v.dtype);
+        if (!finite(value)) group->o[d * kLanes + lane] += prob * value;
       }
     }
   }
@@ -259,7 +268,7 @@ class ForwardPass {
       times[lane] = 0.0f;
       if (lane >= g.rows) continue;
       const bool empty = group->seen[lane] == 0;  // a row whose visible scores are all -inf is not: it gives NaN, as 0 / 0 does
-      const float m = scaled ? group->m[lane] : group->m[lane] * p.scale, l = group->l[lane];
+      const float m = scaled ? group->m[lane] : group->m[lane] * p.scale, l = group->exact[lane];
       float lse = empty ? -kInfinity : l == 0.0f ? l / l : m + std::log(l), shrink = 1.0f;
       if (p.sinks != nullptr) add_sink(p.sinks[g.head[lane]], &lse, &shrink);
       if (p.lse != nullptr) p.lse[(g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane]] = lse;

@@ -15,7 +15,7 @@ constexpr int kStripe = W == 16 ? 4 : 1;  // vectors of lanes in flight: enough 
 ROOFTILE_INLINE Vf tanh_lanes(Vf x) {
   const Vf magnitude = (Vf)((Vu)x & set1(0x7fffffffu));
   const Vf bounded = select((Vu)(magnitude > set1(10.0f)), set1(10.0f), magnitude);
-  const Vf e = exp2_poly<5>(bounded * set1(2.0f * kLog2E));
+  const Vf e = exp2_lanes(bounded * set1(2.0f * kLog2E));
   const Vf large = set1(1.0f) - set1(2.0f) / (e + set1(1.0f));
   const Vf z = magnitude * magnitude;  // Cephes' rational form of tanh below 0.625
   Vf q = fma(set1(-5.70498872745e-3f), z, set1(2.06390887954e-2f));
@@ -62,7 +62,7 @@ ROOFTILE_INLINE void shift_maximum(const Vf m[Vecs], float c, float* running, fl
   for (int n = 0; n < Vecs; ++n) {
     const Vf old = load(running + n * W);
     shift[n] = select((Vu)(m[n] == set1(-kInfinity)), Vf{}, m[n]);  // a lane that has seen nothing: -inf - 0, not -inf - -inf
-    store(factor + n * W, exp2_poly<5>((old - shift[n]) * set1(c)));
+    store(factor + n * W, exp2_lanes((old - shift[n]) * set1(c)));
     store(running + n * W, m[n]);
   }
 }
@@ -77,7 +77,7 @@ ROOFTILE_INLINE void softmax_stripe_fp32(int64_t keys, float c, float* s, const 
   shift_maximum<Vecs>(m, c, running, factor, shift);
   for (int64_t k = 0; k < keys; ++k) {
     for (int n = 0; n < Vecs; ++n) {
-      const Vf p = exp2_poly<5>((load(s + k * kLanes + n * W) - shift[n]) * set1(c));
+      const Vf p = exp2_lanes((load(s + k * kLanes + n * W) - shift[n]) * set1(c));
       store(s + k * kLanes + n * W, p);
       sum[n] = sum[n] + p;
     }

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rooftile import capture, devices, formats, ledgers, lowp, masks, roofline, zoo
     from rooftile._attention import attention
+    from rooftile._attention.kv_cache import KVCache, SlidingWindow
+    from rooftile._attention.state import AttentionState, merge, merge_all
+    from rooftile._attention.varlen import attention_varlen
     from rooftile._audit import audit
     from rooftile.capture import CaptureOptions, Step, Trace
     from rooftile.capture.trace_file import load_trace, save_trace
@@ -23,16 +26,20 @@ if TYPE_CHECKING:
 
 #: Public name -> module that has it; a module that bears the name itself is the name.
 _PUBLIC = {
+    "AttentionState": "rooftile._attention.state",
     "CaptureError": "rooftile.errors",
     "CaptureOptions": "rooftile.capture.options",
     "Cost": "rooftile.costs",
+    "KVCache": "rooftile._attention.kv_cache",
     "Report": "rooftile.report.model",
     "RooftileError": "rooftile.errors",
+    "SlidingWindow": "rooftile._attention.kv_cache",
     "Step": "rooftile.capture.step",
     "Trace": "rooftile.capture.trace",
     "UnitError": "rooftile.errors",
     "UsageError": "rooftile.errors",
     "attention": "rooftile._attention",
+    "attention_varlen": "rooftile._attention.varlen",
     "audit": "rooftile._audit",
     "capture": "rooftile.capture",
     "devices": "rooftile.devices",
@@ -42,6 +49,8 @@ _PUBLIC = {
     "lowp": "rooftile.lowp",
     "load_trace": "rooftile.capture.trace_file",
     "masks": "rooftile.masks",
+    "merge": "rooftile._attention.state",
+    "merge_all": "rooftile._attention.state",
     "register_cost": "rooftile.costs",
     "roofline": "rooftile.roofline",
     "save_trace": "rooftile.capture.trace_file",
@@ -49,16 +58,20 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "AttentionState",
     "CaptureError",
     "CaptureOptions",
     "Cost",
+    "KVCache",
     "Report",
     "RooftileError",
+    "SlidingWindow",
     "Step",
     "Trace",
     "UnitError",
     "UsageError",
     "attention",
+    "attention_varlen",
     "audit",
     "capture",
     "devices",
@@ -68,6 +81,8 @@ __all__ = [
     "load_trace",
     "lowp",
     "masks",
+    "merge",
+    "merge_all",
     "register_cost",
     "roofline",
     "save_trace",

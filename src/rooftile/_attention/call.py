@@ -53,7 +53,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def empty_output(q: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Uninitialised out (B, Hq, Lq, Dv), in (B, Lq, Hq, Dv) memory so that merging heads is a view, and LSE."""
     batch, heads, rows, _ = q.shape
-    out = torch.empty((batch, rows, heads, v.shape[3]), dtype=dtype or q.dtype, device=q.device).transpose(1, 2)
+    width = v.shape[3]
+    out = torch.empty_strided(
+        (batch, heads, rows, width),
+        (rows * heads * width, width, heads * width, 1),
+        dtype=dtype or q.dtype,
+        device=q.device,
+    )
     return out, torch.empty((batch, heads, rows), dtype=accumulator(q.dtype), device=q.device)
 
 

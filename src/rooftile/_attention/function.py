@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rooftile._attention.arguments import checked_call
+from rooftile._attention.eager import attend
 from rooftile._attention.kernels import select
-from rooftile._attention.operators import attention_op
 from rooftile.errors import UsageError
 from rooftile.masks import Mask
 
@@ -59,7 +59,8 @@ def attention(
     call = checked_call(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, generator)
     if not isinstance(return_lse, bool):
         raise UsageError(f"return_lse={return_lse!r}: give True or False")
-    out, lse = attention_op(call, False, select(kernel, call, needs_grad(q, k, v, bias, sinks)))
+    with_grad = needs_grad(q, k, v, bias, sinks)
+    out, lse = attend(call, False, select(kernel, call, with_grad), with_grad)
     return (out, lse) if return_lse else out
 
 

@@ -18,7 +18,7 @@ from rooftile._attention.kernels import KERNELS
 from rooftile.errors import UsageError
 from rooftile.masks import Visibility
 
-__all__ = ["attention_op", "register_operators"]
+__all__ = ["attention_backward_op", "attention_op", "register_operators", "run_backward", "run_forward"]
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? lo, Tensor? hi, Tensor? dense, Tensor? bias, Tensor? sinks, Tensor? seed, "
@@ -98,7 +98,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None and dlse is None:
         return tuple(grads)
     wanted = [bool(ctx.needs_input_grad[i]) for i in _DIFFERENTIABLE]
-    made = torch.ops.rooftile.attention_backward(dout, dlse, *tensors, *ctx.scalars, out, lse, wanted)
+    *scalars, fp32_out, kernel = ctx.scalars
+    call = _call_of([*tensors, *scalars, fp32_out, kernel])
+    made = attention_backward_op(call, out, lse, dout, dlse, wanted, fp32_out, kernel)
     for index, grad, want in zip(_DIFFERENTIABLE, made, wanted, strict=True):
         grads[index] = grad if want else None
     return tuple(grads)
@@ -163,5 +165,24 @@ def attention_op(call: Call, fp32_out: bool, kernel: str) -> tuple[Tensor, Tenso
     made: tuple[Tensor, Tensor] = torch.ops.rooftile.attention(
         call.q, call.k, call.v, see.lo, see.hi, see.dense, call.bias, call.sinks, call.seed,
         call.scale, call.softcap, call.dropout_p, fp32_out, kernel,
+    )  # fmt: skip
+    return made
+
+
+def attention_backward_op(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: list[bool],
+    fp32_out: bool,
+    kernel: str,
+) -> Gradients:
+    """The gradients by the operator, differentiable where the kernel is twice."""
+    see = call.visibility
+    made: Gradients = torch.ops.rooftile.attention_backward(
+        dout, dlse, call.q, call.k, call.v, see.lo, see.hi, see.dense, call.bias, call.sinks, call.seed,
+        call.scale, call.softcap, call.dropout_p, fp32_out, kernel, out, lse, wanted,
     )  # fmt: skip
     return made

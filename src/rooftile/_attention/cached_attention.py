@@ -1,0 +1,86 @@
+"""Attention over a cache: which coordinates each row sees, and how the keys are reached without gathering them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rooftile._attention.call import Call, empty_result
+from rooftile._attention.kernels import select
+from rooftile._attention.kv_storage import BLOCK, Paged, Storage
+from rooftile._attention.operators import attention_op
+from rooftile._attention.paged import paged_attention
+from rooftile._attention.sequences import check_mask_lengths, sequence_intervals
+from rooftile._attention.state import AttentionState, merge
+from rooftile.masks import Mask, Visibility
+
+__all__ = ["CachedCall", "attend_cached"]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedCall:
+    """One checked call of :meth:`~rooftile._attention.kv_cache.KVCache.attend`."""
+
+    storage: Storage
+    q: Tensor  # (B, Hq, Lq, D)
+    rows: Sequence[int]  # of q that are tokens of the sequence, its last ones
+    seen: Sequence[int]  # tokens of the sequence
+    mask: Mask | None  # the caller's and the window of the eviction policy; None: every key
+    sinks: Tensor | None
+    scale: float
+    softcap: float
+    kernel: object
+
+
+def attend_cached(cached: CachedCall) -> tuple[Tensor, Tensor]:
+    """``out`` (B, Hq, Lq, Dv) in q's dtype and the LSE (B, Hq, Lq)."""
+    lo, hi = _coordinates(cached)
+    extent = max((seen - cached.storage.origin(b) for b, seen in enumerate(cached.seen)), default=0)
+    keys, values = cached.storage.spanning(len(cached.seen), extent)
+    call = Call(cached.q, keys, values, Visibility(lo, hi), None, cached.sinks, cached.scale, cached.softcap, 0.0, None)
+    if call.is_empty:
+        return empty_result(call)
+    name = select(cached.kernel, call, needs_grad=False)
+    if name == "native":
+        if isinstance(cached.storage, Paged):
+            return paged_attention(call, cached.storage.keys, cached.storage.values, cached.storage.table)
+        return attention_op(call, False, name)
+    return _block_by_block(call, lo, hi, cached.storage, name)
+
+
+def _coordinates(cached: CachedCall) -> tuple[Tensor, Tensor]:
+    """``lo`` and ``hi`` of every row as coordinates of the storage, int32 (B, Lq), on the CPU."""
+    rows, seen = (torch.tensor(list(counts)).unsqueeze(1) for counts in (cached.rows, cached.seen))
+    if cached.mask is not None:
+        check_mask_lengths(cached.mask, cached.rows, cached.seen)
+    lo, hi = sequence_intervals(cached.mask, torch.arange(cached.q.shape[2]).unsqueeze(0), rows, seen)
+    origin = torch.tensor([cached.storage.origin(b) for b in range(len(cached.seen))]).unsqueeze(1)
+    lo, hi = ((end - origin).clamp(min=0).to(torch.int32) for end in (lo, hi))
+    return lo, hi
+
+
+def _block_by_block(call: Call, lo: Tensor, hi: Tensor, storage: Storage, name: str) -> tuple[Tensor, Tensor]:
+    """Any kernel on one block of keys after another, merged in their order.
+
+    Visibility is given as booleans, so that the kernel's tiles are those of the whole block: tiles cut to what the
+    longest sequence sees would round differently beside a longer neighbour. A block without a key that a sequence sees
+    merges into it as nothing.
+    """
+    sees = lo < hi
+    if not bool(sees.any()):
+        return empty_result(call)
+    first, last = int(lo[sees].min()), int(hi[sees].max())
+    lo, hi = (end.to(call.q.device).unsqueeze(-1) for end in (lo, hi))  # (B, Lq, 1)
+    states: AttentionState | None = None
+    for start in range(first // BLOCK * BLOCK, last, BLOCK):
+        keys, values = storage.block(start)
+        j = torch.arange(start, start + BLOCK, device=call.q.device)
+        visible = ((j >= lo) & (j < hi)).unsqueeze(1)  # (B, 1, Lq, BLOCK)
+        part = replace(call, k=keys, v=values, visibility=Visibility(dense=visible), sinks=None)
+        block = AttentionState(*attention_op(part, True, name))
+        states = block if states is None else merge(states, block)
+    assert states is not None  # some row sees a key
+    return states.finish(call.q.dtype, call.sinks)
