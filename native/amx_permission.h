@@ -1,7 +1,7 @@
 // Whether this process may use AMX: the processor has it, the system saves its registers, and the kernel has granted them.
 #pragma once
 
-#if defined(ROOFTILE_AMX) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 namespace rooftile {
 namespace {
 
-#if defined(ROOFTILE_AMX) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
 inline bool ask_for_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned kOsXsave = 1u << 27, kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
