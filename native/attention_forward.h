@@ -253,19 +253,6 @@ class ForwardPass {
       }
     }
   }
-
-  // One more key with this score and no value.
-  static void add_sink(float sink, float* lse, float* shrink) {
-    if (sink == -kInfinity) return;
-    if (*lse == -kInfinity) {
-      *lse = sink;
-      return;
-    }
-    const float top = *lse > sink ? *lse : sink;
-    const float total = top + std::log(std::exp(*lse - top) + std::exp(sink - top));
-    *shrink = std::exp(*lse - total);
-    *lse = total;
-  }
 };
 
 }  // namespace ROOFTILE_ISA

@@ -59,6 +59,7 @@ class Exact:
 
     value: dict[str, Array] = field(default_factory=dict)
     variance: dict[str, Array] = field(default_factory=dict)
+    p_norm: Array = field(default_factory=lambda: np.zeros(0))  # (B, Hq, Lq): the root of a row's sum of p^2
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
         self.value[name], self.variance[name] = np.zeros(shape, dtype), np.zeros(shape, dtype)
@@ -106,6 +107,7 @@ def exact(problem: Problem, dtype: Any = np.float64) -> Exact:
     result = Exact()
     result.zeros("out", (*problem.q.shape[:3], problem.v.shape[3]), dtype)
     result.zeros("lse", (batch, q_heads, q_len), dtype)
+    result.p_norm = np.zeros((batch, q_heads, q_len), dtype)
     for name, tensor in (("dq", problem.q), ("dk", problem.k), ("dv", problem.v)):
         result.zeros(name, tuple(tensor.shape), dtype)
     if problem.bias is not None:
@@ -164,6 +166,7 @@ def _add_head(problem: Problem, result: Exact, b: int, h: int, dtype: Any) -> No
     out_var = _sum(p_var * kept**2, v**2, seen) + out**2 * row_var
     result.add("out", (b, h), out, out_var)
     result.add("lse", (b, h), lse[:, 0], row_var[:, 0])
+    result.p_norm[b, h] = np.sqrt((p**2).sum(axis=1))
 
     # Gradients.
     dout = array(problem.dout[b, h], dtype)

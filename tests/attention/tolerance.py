@@ -16,8 +16,9 @@ any kernel must be allowed to round, to first order:
   spread (``oracle.py``): X's error if each quantity on the way is off by w. A rounding is off by w / sqrt(3) on
   average, so 4 w is 7 standard deviations, which no element of a million exceeds, and leaves room for an exponential
   within 2 units.
-- The LSE is stored in FP32 whatever the inputs are. FP16 operands may be held as pairs of bfloat16 parts, whose last
-  product is dropped: a relative 2^-9 of 2^-9 of each product of q and k.
+- The LSE is stored in FP32 whatever the inputs are. The row sum is the sum of the probabilities as they multiply V,
+  each rounded to the inputs' dtype: ``4 u`` of the root of their summed squares. FP16 operands may be held as pairs of
+  bfloat16 parts, whose last product is dropped: a relative 2^-9 of 2^-9 of each product of q and k.
 """
 
 from __future__ import annotations
@@ -117,7 +118,10 @@ class Judge:
             arithmetic = 2.0**-18
         stored = UNIT_ROUNDOFF[self.eager[name].dtype]
         finite = np.where(np.isfinite(value), abs(value), 0)
-        return stored * finite + ROUNDINGS * arithmetic * self.exact.spread(name)
+        floor: Array = stored * finite + ROUNDINGS * arithmetic * self.exact.spread(name)
+        if inputs.itemsize == 2 and name == "lse":
+            floor = floor + ROUNDINGS * UNIT_ROUNDOFF[inputs] * self.exact.p_norm
+        return floor
 
     def errors(self, name: str, got: Tensor) -> tuple[Array, Array]:
         """|got - exact| and |eager - exact|; where the exact result is infinite (the LSE of a row that sees nothing) or

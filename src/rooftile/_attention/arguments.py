@@ -77,8 +77,9 @@ def check_operand(name: str, x: object) -> None:
 
 def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In an autocast region q, k and v in its dtype, as F.scaled_dot_product_attention takes them (fp64 stays)."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    # Tensors without data stand for those of a CPU, or of a device whose policy an audit puts in its place.
+    kind = "cpu" if q.device.type == "meta" else q.device.type
+    if not torch.is_autocast_enabled(kind):
         return q, k, v
     to = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v))
