@@ -46,7 +46,7 @@ struct BackwardBlock {
   Scalar *q_t, *dout_t;        // [depth][lane]: operand B of the scores and of dP
   Scalar *q_rows, *dout_rows;  // operand B of dK and dV
   float *lse, *d;              // [lane]; D = rowsum(dO * O) - dLSE
-  int bad, bad_lane[kLanes];   // lanes whose Q or dO is not finite: zeroed in q_rows and dout_rows
+  int bad, bad_lane[kLanes];   // lanes where Q or dO is not finite: there q_rows and dout_rows have zeros
 };
 
 template <class Engine>
@@ -170,8 +170,8 @@ class BackwardPass {
     write_rows(grad.dv, b, h, begin, count, p.value_dim, dv, columns_v, 1.0f);
   }
 
-  // A hidden pair's zero times NaN would be NaN. So rows of K, Q and dO that are not finite leave the sums over keys and queries,
-  // and add_bad_pairs adds them where they are seen; the bits of all else are those of any finite row in their place.
+  // A hidden pair's zero times NaN would be NaN. So what is not finite in K, Q and dO leaves the sums over keys and queries, and
+  // add_bad_pairs adds it where it is seen; all other results keep the bits that any finite number in its place would give them.
   void set_bad_keys_aside(const RowSource& k, int64_t begin, int64_t count) {
     bad_keys = 0;
     for (int64_t j = 0; j < count; ++j) {
@@ -180,9 +180,7 @@ class BackwardPass {
     clean_k = k_rows;
     if (bad_keys == 0) return;
     std::memcpy(static_cast<void*>(clean_scratch), k_rows, static_cast<size_t>(count * wide_q) * sizeof(Scalar));
-    for (int64_t i = 0; i < bad_keys; ++i) {
-      std::memset(static_cast<void*>(clean_scratch + bad_key[i] * wide_q), 0, static_cast<size_t>(wide_q) * sizeof(Scalar));
-    }
+    for (int64_t i = 0; i < bad_keys; ++i) Engine::clean_row(clean_scratch + bad_key[i] * wide_q, p.head_dim);
     clean_k = clean_scratch;
   }
 
@@ -193,7 +191,7 @@ class BackwardPass {
     gather_rows(p.q, p.head_dim, wide_q, padded_rows, bad);
     Engine::transpose(rows, wide_q, padded_rows, wide_q, block.q_t, kLanes);
     for (int lane = 0; lane < g.rows; ++lane) {
-      if (bad[lane]) std::memset(static_cast<void*>(rows + lane * wide_q), 0, static_cast<size_t>(wide_q) * sizeof(Scalar));
+      if (bad[lane]) Engine::clean_row(rows + lane * wide_q, p.head_dim);
     }
     Engine::sum_over_rows(rows, wide_q, g.rows, columns_q, block.q_rows);
     gather_rows(grad.dout, p.value_dim, wide_v, padded_rows, bad);
@@ -202,7 +200,7 @@ class BackwardPass {
     for (int lane = 0; lane < g.rows; ++lane) {
       if (!bad[lane]) continue;
       block.bad_lane[block.bad++] = lane;
-      std::memset(static_cast<void*>(rows + lane * wide_v), 0, static_cast<size_t>(wide_v) * sizeof(Scalar));
+      Engine::clean_row(rows + lane * wide_v, p.value_dim);
     }
     Engine::sum_over_rows(rows, wide_v, g.rows, columns_v, block.dout_rows);
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -322,8 +320,14 @@ class BackwardPass {
       for (int64_t k = 0; k < count; ++k) {
         if (masked && visible[k * kLanes + lane] == 0) continue;
         const float prob = s[k * kLanes + lane], d_score = dp[k * kLanes + lane];
-        for (int64_t d = 0; d < p.value_dim; ++d) dv[(at + k) * columns_v + d] += prob * Engine::element(block.dout_t, d, kLanes, lane);
-        for (int64_t d = 0; d < p.head_dim; ++d) dk[(at + k) * columns_q + d] += d_score * Engine::element(block.q_t, d, kLanes, lane);
+        for (int64_t d = 0; d < p.value_dim; ++d) {
+          const float dout = Engine::element(block.dout_t, d, kLanes, lane);
+          if (!finite(dout)) dv[(at + k) * columns_v + d] += prob * dout;
+        }
+        for (int64_t d = 0; d < p.head_dim; ++d) {
+          const float query = Engine::element(block.q_t, d, kLanes, lane);
+          if (!finite(query)) dk[(at + k) * columns_q + d] += d_score * query;
+        }
       }
     }
     for (int64_t i = 0; i < bad_keys; ++i) {
@@ -333,7 +337,8 @@ class BackwardPass {
         if (masked && visible[k * kLanes + lane] == 0) continue;
         const float d_score = dp[k * kLanes + lane];
         for (int64_t d = 0; d < p.head_dim; ++d) {
-          dq[Engine::dq_index(d, lane, columns_q)] += d_score * Engine::row_element(k_rows + bad_key[i] * wide_q, d);
+          const float key = Engine::row_element(k_rows + bad_key[i] * wide_q, d);
+          if (!finite(key)) dq[Engine::dq_index(d, lane, columns_q)] += d_score * key;
         }
       }
     }

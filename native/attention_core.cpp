@@ -59,6 +59,23 @@ const AttentionGradientPass* backward_of(const AttentionProblem& p) {
   }
 }
 
+constexpr int64_t kMostDecodeRows = 16;
+
+// Few query rows go another way, whatever the lengths: a row's bits do not change with the capacity of a cache.
+const AttentionDecodePass* decode_of(const AttentionProblem& p) {
+  const int64_t rows = p.q_heads / p.kv_heads * p.q_len;
+  if (rows == 0 || rows > kMostDecodeRows || p.drop_below != 0) return nullptr;
+  switch (chosen_path(p)) {
+    case kPathPortable: return &portable::decode_passes[p.dtype];
+#if defined(ROOFTILE_X86)
+    case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::decode_passes[p.dtype] : nullptr;
+    case kPathAvx512:
+    case kPathAvx512Bf16: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
+#endif
+    default: return nullptr;
+  }
+}
+
 constexpr int64_t kMostHeadDim = 512;
 
 bool usable(const AttentionProblem& p) {
@@ -72,6 +89,17 @@ int32_t execute(const AttentionPass& pass, const AttentionProblem& p) {
   return share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads, [&](int64_t first, int64_t last, char* scratch) {
     pass.run(p, first, last, scratch);
   });
+}
+
+int32_t execute(const AttentionDecodePass& pass, const AttentionProblem& p) {
+  static thread_local Scratch kept;
+  char* shared = kept.take(pass.shared_bytes(p));
+  if (shared == nullptr) return -3;
+  pass.prepare(p, shared);
+  const int32_t status = share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads,
+                                     [&](int64_t first, int64_t last, char* mine) { pass.run(p, first, last, mine, shared); });
+  kept.give_back();
+  return status;
 }
 
 int32_t execute(const AttentionGradientPass& pass, const AttentionProblem& p, const AttentionGradients& g) {
@@ -103,6 +131,7 @@ ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path; }
 
 ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
   if (!usable(*problem)) return -1;
+  if (const AttentionDecodePass* decode = decode_of(*problem)) return execute(*decode, *problem);
   const AttentionPass* pass = forward_of(*problem);
   return pass == nullptr ? -2 : execute(*pass, *problem);
 }
@@ -117,6 +146,12 @@ ROOFTILE_API int32_t rooftile_attention_plan(const AttentionProblem* problem, At
   if (!usable(*problem)) return -1;
   const AttentionPass* pass = forward_of(*problem);
   if (pass == nullptr) return -2;
+  if (const AttentionDecodePass* decode = decode_of(*problem)) {
+    const int64_t rows = problem->q_heads / problem->kv_heads * problem->q_len;
+    *plan = {chosen_path(*problem), static_cast<int32_t>(decode->split_keys), rows, decode->split_keys, decode->tasks(*problem),
+             decode->scores(*problem), decode->scratch(*problem)};
+    return 0;
+  }
   *plan = {chosen_path(*problem), 0, pass->q_tile, pass->kv_tile, pass->tasks(*problem), pass->scores(*problem), pass->scratch(*problem)};
   return 0;
 }

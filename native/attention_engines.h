@@ -54,13 +54,16 @@ struct Fp32Engine {
   static RowOperand<Scalar> value_operand(const RowSource& v, int64_t first, int64_t count, int64_t dim, Scalar* scratch) {
     return row_operand(v, first, count, dim, scratch);
   }
-  // The same operand with these rows zeroed.
-  static RowOperand<Scalar> without_rows(RowOperand<Scalar> v, int64_t count, int64_t dim, const int64_t* rows, int64_t bad, Scalar* scratch) {
+  // The same operand with zeros for what is not finite in these rows.
+  static RowOperand<Scalar> cleaned(RowOperand<Scalar> v, int64_t count, int64_t dim, const int64_t* rows, int64_t bad, Scalar* scratch) {
     if (v.data != scratch) {
       for (int64_t j = 0; j < count; ++j) std::memcpy(scratch + j * padded(dim), v.data + j * v.step, static_cast<size_t>(dim) * 4);
     }
-    for (int64_t i = 0; i < bad; ++i) std::memset(scratch + rows[i] * padded(dim), 0, static_cast<size_t>(dim) * 4);
+    for (int64_t i = 0; i < bad; ++i) clean_row(scratch + rows[i] * padded(dim), dim);
     return {scratch, padded(dim)};
+  }
+  static void clean_row(Scalar* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) row[d] = finite(row[d]) ? row[d] : 0.0f;
   }
   static int64_t probability_scratch() { return 0; }  // in place of the scores
 
@@ -162,11 +165,18 @@ struct Bf16Engine {
     transpose_dwords(interleaved, wide, round_up(pairs, kColumnStep), wide, scratch, kPairs);
     return {scratch, kPairs};
   }
-  static RowOperand<Scalar> without_rows(RowOperand<Scalar> v, int64_t, int64_t dim, const int64_t* rows, int64_t bad, Scalar* scratch) {
+  static RowOperand<Scalar> cleaned(RowOperand<Scalar> v, int64_t, int64_t dim, const int64_t* rows, int64_t bad, Scalar* scratch) {
     for (int64_t i = 0; i < bad; ++i) {
-      for (int64_t d = 0; d < dim; ++d) scratch[d * kPairs + rows[i] / 2] &= rows[i] % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+      for (int64_t d = 0; d < dim; ++d) clean_half(scratch + d * kPairs + rows[i] / 2, rows[i] % 2);
     }
     return v;
+  }
+  static void clean_row(Scalar* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; ++d) clean_half(row + d / 2, d % 2);
+  }
+  static void clean_half(Scalar* pair, int64_t half) {
+    const uint32_t exponent = 0x7f80u << (half * 16);
+    if ((*pair & exponent) == exponent) *pair &= half == 0 ? 0xffff0000u : 0x0000ffffu;
   }
   static int64_t probability_scratch() { return kPairs * kLanes; }
 

@@ -200,14 +200,14 @@ class ForwardPass {
     return all != 0;
   }
 
-  // A hidden pair's probability of zero times NaN would be NaN. So rows of V that are not finite leave the product, and are added
-  // for the lanes that see them; the bits of all other lanes are those of any finite row in their place.
+  // A hidden pair's probability of zero times NaN would be NaN. So what is not finite in V leaves the product, and is added for the
+  // lanes that see it; all other results keep the bits that any finite number in its place would give them.
   void set_bad_values_aside(const RowSource& v, int64_t tile, int64_t tile_end, RowOperand<Scalar>* values) {
     bad_values = 0;
     for (int64_t j = tile; j < tile_end; ++j) {
       if (!row_finite(v, j, p.value_dim)) bad_value[bad_values++] = j - tile;
     }
-    if (bad_values > 0) *values = Engine::without_rows(*values, tile_end - tile, p.value_dim, bad_value, bad_values, v_scratch);
+    if (bad_values > 0) *values = Engine::cleaned(*values, tile_end - tile, p.value_dim, bad_value, bad_values, v_scratch);
   }
 
   void add_value(Group* group, const RowSource& v, int64_t key, int64_t k, bool masked) {
@@ -215,7 +215,8 @@ class ForwardPass {
       if (masked && visible[k * kLanes + lane] == 0) continue;
       const float prob = Engine::probability(s, probabilities, k, lane);
       for (int64_t d = 0; d < p.value_dim; ++d) {
-        group->o[d * kLanes + lane] += prob * read_element(v.row(key) + d * v.element_bytes, v.dtype);
+        const float value = read_element(v.row(key) + d * v.element_bytes, v.dtype);
+        if (!finite(value)) group->o[d * kLanes + lane] += prob * value;
       }
     }
   }
@@ -251,19 +252,6 @@ class ForwardPass {
         write_row(row, p.out.stride[3] * size, p.out_dtype, p.value_dim, out + (lane - first) * wide);
       }
     }
-  }
-
-  // One more key with this score and no value.
-  static void add_sink(float sink, float* lse, float* shrink) {
-    if (sink == -kInfinity) return;
-    if (*lse == -kInfinity) {
-      *lse = sink;
-      return;
-    }
-    const float top = *lse > sink ? *lse : sink;
-    const float total = top + std::log(std::exp(*lse - top) + std::exp(sink - top));
-    *shrink = std::exp(*lse - total);
-    *lse = total;
   }
 };
 

@@ -163,13 +163,15 @@ ROOFTILE_INLINE float widen_fp16(uint16_t bits) {
 #if defined(__F16C__)
   return _cvtsh_ss(bits);
 #else
-  // The exponent is moved by a product with 2^112, which also normalises subnormals; Inf and NaN get their exponent back.
-  uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fff) << 13;
+  // The exponent is moved by 112; that of Inf and NaN twice. A subnormal gets its implicit bit as 2^-14, which is taken away
+  // again: a difference of normal numbers, where a product would meet a denormal of fp32, which counts as zero here.
+  const bool normal = (bits & 0x7c00) != 0;
+  uint32_t magnitude = (static_cast<uint32_t>(bits & 0x7fff) << 13) + (normal ? 0x38000000u : 0x38800000u);
+  if ((bits & 0x7c00) == 0x7c00) magnitude += 0x38000000u;
   float value;
   std::memcpy(&value, &magnitude, 4);
-  value *= 5.192296858534828e33f;
+  value -= normal ? 0.0f : 6.103515625e-05f;
   std::memcpy(&magnitude, &value, 4);
-  if ((bits & 0x7c00) == 0x7c00) magnitude |= 0x7f800000u;
   magnitude |= static_cast<uint32_t>(bits & 0x8000) << 16;
   std::memcpy(&value, &magnitude, 4);
   return value;

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftile import capture, devices, formats, ledgers, lowp, masks, roofline, zoo
+    from rooftile import bench, capture, devices, formats, ledgers, lowp, masks, roofline, zoo
     from rooftile._attention import attention
     from rooftile._attention.kv_cache import KVCache, SlidingWindow
     from rooftile._attention.state import AttentionState, merge, merge_all
@@ -41,6 +41,7 @@ _PUBLIC = {
     "attention": "rooftile._attention",
     "attention_varlen": "rooftile._attention.varlen",
     "audit": "rooftile._audit",
+    "bench": "rooftile.bench",
     "capture": "rooftile.capture",
     "devices": "rooftile.devices",
     "flops": "rooftile.costs.flops",
@@ -73,6 +74,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "audit",
+    "bench",
     "capture",
     "devices",
     "flops",

@@ -29,9 +29,7 @@ def attend(call: Call, fp32_out: bool, kernel: str, with_grad: bool) -> tuple[Te
     """``out`` and LSE of a validated call by the kernel; differentiable where ``with_grad``."""
     if torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
-            raise UsageError(
-                "attention inside torch.func inside torch.compile: compile the function without the transform"
-            )
+            raise UsageError("torch.compile of a torch.func transform of attention: leave out one of the two")
         return attention_op(call, fp32_out, kernel)
     _refuse_tangents(call)
     if torch._C._are_functorch_transforms_active():
@@ -55,8 +53,8 @@ def _refuse_tangents(call: Call) -> None:
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v), ("bias", call.bias), ("sinks", call.sinks)):
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise UsageError(
-                f"{name} carries a forward-mode tangent, and attention has reverse-mode derivatives only: use grad, vjp "
-                "or jacrev instead of jvp or jacfwd"
+                f"{name} carries a forward-mode tangent, and attention has reverse-mode derivatives only: use grad, "
+                "vjp or jacrev instead of jvp or jacfwd"
             )
 
 
@@ -73,7 +71,7 @@ def _direct(*operands: Tensor | None) -> bool:
 
 
 def _batched(x: Tensor | None) -> bool:
-    """Whether this is a batch in disguise, as ``torch.autograd.grad(..., is_grads_batched=True)`` makes them."""
+    """Whether this is a batch in disguise: what ``torch.autograd.grad(..., is_grads_batched=True)`` passes."""
     return x is not None and torch._C._dispatch_keys(x).has(_LEGACY_BATCH)
 
 

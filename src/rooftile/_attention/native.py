@@ -26,9 +26,7 @@ class Native(Kernel):
         q = call.q
         reasons = []
         if library.MISSING:
-            reasons.append(f"it is {library.MISSING}; install a C++17 compiler (g++ or clang) and reinstall rooftile")
-        elif needs_grad and not library.HAS_BACKWARD:
-            reasons.append("the library that is installed has no backward pass; reinstall rooftile")
+            reasons.append(f"it is {library.MISSING}")
         if q.device.type != "cpu":
             reasons.append(f"it runs on CPUs, and q is on {q.device}")
         if q.dtype not in _DTYPES:
@@ -54,9 +52,11 @@ class Native(Kernel):
         return backward(call, out, lse, dout, dlse, wanted)
 
     def contract(self, call: Call) -> Contract:
-        """Accumulators and statistics are fp32."""
+        """Accumulators and statistics are fp32; paths with bf16 products round P to bf16, the others widen first."""
         stored = str(call.q.dtype).removeprefix("torch.")
-        return Contract(stored, stored, "float32", stored, "the same bits for any number of threads")
+        narrow = call.q.dtype == torch.bfloat16 and library.PATHS[library.plan(call).path] in library.BF16_PATHS
+        product = "bfloat16" if narrow else "float32"
+        return Contract(stored, product, "float32", stored, "the same bits for any number of threads")
 
     def plan(self, call: Call) -> Plan:
         """What the library says that it would do."""

@@ -85,7 +85,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     return tuple(grads)
 
 
-def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG001
+def save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """What the second derivative reads."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:11])
@@ -106,11 +106,12 @@ def differentiate_twice(ctx: Any, *seconds: Tensor | None) -> tuple[Tensor | Non
         inputs = operands.copy()
         for place, leaf in zip(places, leaves, strict=True):
             inputs[place] = leaf
-        dout, dlse, *tensors = inputs
-        call = _call_of([*tensors, *ctx.scalars])
-        return run_backward(call, call.q, call.q, dout, dlse, ctx.wanted, kernel)  # the reference needs no out, no LSE
+        call = _call_of([*inputs[2:], *ctx.scalars])
+        # The reference needs no out and no LSE.
+        return run_backward(call, call.q, call.q, inputs[0], inputs[1], ctx.wanted, kernel)
 
-    made, pull = torch.func.vjp(first, *(operands[place] for place in places))
+    derived: Any = torch.func.vjp(first, *(operands[place] for place in places))
+    made, pull = derived
     found = pull(tuple(torch.zeros_like(g) if s is None else s for g, s in zip(made, seconds, strict=True)))
     result: list[Tensor | None] = [None] * _BACKWARD_INPUT_COUNT
     for place, grad in zip(places, found, strict=True):

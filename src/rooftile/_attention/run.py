@@ -30,8 +30,10 @@ def run_backward(
     """The kernel's backward pass; nothing flows through a call without pairs, but from the LSE to the sinks."""
     if not call.is_empty and (dout is not None or dlse is not None):
         kind = call.q.device.type
-        with torch.autocast(kind, enabled=False):
-            return KERNELS[kernel].backward(call, out, lse, dout, dlse, wanted)
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return KERNELS[kernel].backward(call, out, lse, dout, dlse, wanted)
+        return KERNELS[kernel].backward(call, out, lse, dout, dlse, wanted)
     grads = empty_gradients(call, wanted)
     for grad in grads:
         grad.zero_()

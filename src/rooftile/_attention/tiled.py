@@ -27,7 +27,7 @@ class Tiled(Kernel):
 
     name = "tiled"
 
-    def refusals(self, call: Call, needs_grad: bool) -> tuple[str, ...]:  # noqa: ARG002
+    def refusals(self, call: Call, needs_grad: bool) -> tuple[str, ...]:
         """It takes every call."""
         return ()
 

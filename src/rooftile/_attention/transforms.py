@@ -1,4 +1,4 @@
-"""The operators under ``torch.func``: vmap by folding the mapped dim into the batch, grad as functorch wants it written.
+"""The operators under ``torch.func``: vmap folds the mapped dim into the batch, grad is written as functorch wants it.
 
 Where folding would change a result (dropout bits, which count sequences; a gradient of the sinks, which sums over them)
 the examples run one by one.

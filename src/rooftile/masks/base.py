@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 
-__all__ = ["Both", "Interval", "Mask", "Visibility"]
+__all__ = ["Both", "Interval", "Mask", "Visibility", "mask_of"]
 
 #: ``lo`` and ``hi`` of every row, broadcastable to (B, Lq); not yet inside ``[0, Lk]``.
 Interval = tuple[Tensor | int, Tensor | int]
@@ -24,7 +24,7 @@ class Visibility:
     """A mask as the kernels read it.
 
     ``lo`` and ``hi``: int32 (B or 1, Lq), inside ``[0, Lk]``, non-decreasing over the rows that see a key; both None:
-    every row sees all keys. ``dense``: bool, broadcastable to (B, Hq, Lq, Lk), False hides the pair; None: no such mask.
+    every row sees all keys. ``dense``: bool, broadcastable to (B, Hq, Lq, Lk), False hides the pair; None: none.
     """
 
     lo: Tensor | None = None
@@ -62,8 +62,8 @@ class Mask(ABC):
         """Sequences that the mask speaks of one by one; None: it is the same for all."""
         return None
 
-    def check_lengths(self, q_len: int, kv_len: int) -> None:
-        """Refuse lengths that the mask doesn't fit, with a :class:`UsageError`; values of tensors are looked at later."""
+    def check_lengths(self, q_len: int, kv_len: int) -> None:  # noqa: B027
+        """Refuse lengths that the mask doesn't fit, with a :class:`UsageError`; values of tensors come later."""
 
     @abstractmethod
     def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
@@ -73,7 +73,7 @@ class Mask(ABC):
     def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval | None:
         """The keys ``[lo, hi)`` that row ``i`` of its sequence sees, elementwise; None: the mask is no interval."""
 
-    def check_values(self, q_len: int, kv_len: int) -> None:
+    def check_values(self, q_len: int, kv_len: int) -> None:  # noqa: B027
         """Refuse tensors whose values don't fit the lengths."""
 
     def dense_part(self) -> Tensor | None:
@@ -92,8 +92,10 @@ class Mask(ABC):
 
     def visibility(self, q_len: int, kv_len: int, device: torch.device) -> Visibility:
         """What the kernels read, for ``q_len`` queries and ``kv_len`` keys; kept, so the layers of a model share it."""
-        if torch.compiler.is_compiling() or not _plain():
+        if torch.compiler.is_compiling():
             return _visibility(self, q_len, kv_len, device)
+        if not _plain():
+            return _signed(self, _visibility(self, q_len, kv_len, device))
         if not self.tensors:
             return _static(self, q_len, kv_len, device)
         if any(t.is_inference() for t in self.tensors):  # no version to tell whether the values are still the same
@@ -220,6 +222,21 @@ def _visibility(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Vi
     lo, hi = (_rows(end, i).clamp(0, kv_len).to(torch.int32) for end in pair)
     lo, hi = torch.broadcast_tensors(lo, hi)
     return Visibility(lo.contiguous(), hi.contiguous(), mask.dense_part())
+
+
+_SIGNATURE = "rooftile_mask"
+
+
+def _signed(mask: Mask, see: Visibility) -> Visibility:
+    """Who watches operators gets tensors, perhaps without values; an audit asks their mask what they say."""
+    if see.lo is not None:
+        setattr(see.lo, _SIGNATURE, mask)
+    return see
+
+
+def mask_of(lo: Tensor) -> Mask | None:
+    """The mask that ``lo`` was made from while operators were watched; None for any other tensor."""
+    return getattr(lo, _SIGNATURE, None)
 
 
 def _rows(end: Tensor | int, i: Tensor) -> Tensor:

@@ -61,21 +61,21 @@ class Padding(_Given):
         """One length a sequence."""
         return self.lengths.shape[0]
 
-    def check_values(self, q_len: int, kv_len: int) -> None:  # noqa: ARG002
+    def check_values(self, q_len: int, kv_len: int) -> None:
         """Every length lies inside the keys."""
         _require(
             ((self.lengths >= 0) & (self.lengths <= kv_len)).all(),
             lambda: (
-                f"padding(lengths={self.lengths.tolist()}): every length must be from 0 to the {kv_len} keys that there are"
+                f"padding(lengths={self.lengths.tolist()}) of {kv_len} keys: every length must be from 0 to {kv_len}"
             ),
         )
 
-    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:  # noqa: ARG002
+    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Key ``j`` is real."""
         lengths = self.lengths.view(-1, 1, 1, 1)
         return j < lengths if self.side == "right" else j >= kv_len - lengths
 
-    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:  # noqa: ARG002
+    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:
         """``[0, length)``, or ``[Lk - length, Lk)``."""
         lengths = self.lengths.to(torch.int64).unsqueeze(1)
         return (0, lengths) if self.side == "right" else (kv_len - lengths, _whole(kv_len))
@@ -118,8 +118,8 @@ class Documents(_Given):
         if q_ids.shape[1] != q_len or kv_ids.shape[1] != kv_len:
             hint = "; give kv_ids too where queries and keys differ" if self.kv_ids is None else ""
             raise UsageError(
-                f"documents of {q_ids.shape[1]} query ids and {kv_ids.shape[1]} key ids for {q_len} queries and {kv_len} "
-                f"keys: there must be one id each{hint}"
+                f"documents of {q_ids.shape[1]} query ids and {kv_ids.shape[1]} key ids for {q_len} queries and "
+                f"{kv_len} keys: there must be one id each{hint}"
             )
 
     def check_values(self, q_len: int, kv_len: int) -> None:
@@ -138,12 +138,12 @@ class Documents(_Given):
             lambda: f"{self}: the queries do not meet the documents in the order of the keys; {way_out}",
         )
 
-    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:  # noqa: ARG002
+    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Both ids are the same."""
         q_ids, kv_ids = self._ids()
         return q_ids[:, None, :, None] == kv_ids[:, None, None, :]
 
-    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:  # noqa: ARG002
+    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:
         """The run of keys with the row's id; rows are those of the whole sequence."""
         return self._run_of(*self._ids())
 
@@ -196,11 +196,11 @@ class Dense(_Given):
                 "or 1 in a 4-d mask"
             )
 
-    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:  # noqa: ARG002
+    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """The pair's own entry."""
         return self.dense_part()
 
-    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> None:  # noqa: ARG002
+    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> None:
         """No interval."""
         return
 

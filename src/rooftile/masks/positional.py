@@ -132,7 +132,7 @@ def window(
     if size is not None:
         if left is not None or right is not None:
             raise UsageError(
-                f"window({size}, left={left}, right={right}) says its size twice: give the number of keys, or left and right"
+                f"window({size}, left={left}, right={right}) says its size twice: give the number of keys, or both ends"
             )
         if _integer(size, "window", "size") < 1:
             raise UsageError(f"window({size}) shows no key: a window is a number of keys, at least 1")
