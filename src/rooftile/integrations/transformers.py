@@ -22,7 +22,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from rooftile.errors import UsageError
-from rooftile.integrations.mask_functions import packed_rows
+from rooftile.integrations.mask_functions import packed_rows, readings_agree
 from rooftile.integrations.transformers_masks import VisibleKeys, make_mask
 from rooftile.masks import Mask, causal, dense
 
@@ -53,6 +53,7 @@ def register() -> None:
             "attn_implementation='rooftile' needs transformers with its attention and mask interfaces, 4.53 or newer "
             f"({error}); install it with `pip install 'transformers>=4.53'`."
         ) from error
+    readings_agree()  # now, and not in the middle of a forward pass that someone records
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
 
