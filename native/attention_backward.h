@@ -290,6 +290,7 @@ class BackwardPass {
           const Vu seen = load(visible + at);
           used = (Vf)((Vu)used & seen);
           d_score = (Vf)((Vu)d_score & seen);
+          if (General && p.softcap > 0.0f) store(slope + at, (Vf)((Vu)load(slope + at) & seen));
         }
         store(s + at, used);
         store(dp + at, d_score);

@@ -39,8 +39,10 @@ struct AttentionDecodePass {
   namespace isa {                              \
   extern const AttentionPass forward_fp32;     \
   extern const AttentionPass forward_bf16;     \
+  extern const AttentionPass forward_fp16;     \
   extern const AttentionGradientPass backward_fp32; \
   extern const AttentionGradientPass backward_bf16; \
+  extern const AttentionGradientPass backward_fp16; \
   extern const AttentionDecodePass decode_passes[3]; /* by AttentionDtype */ \
   extern const AttentionDecodePass decode_bf16; \
   }
@@ -48,5 +50,7 @@ ROOFTILE_DECLARE_PASSES(portable)
 ROOFTILE_DECLARE_PASSES(avx2)
 ROOFTILE_DECLARE_PASSES(avx512)
 ROOFTILE_DECLARE_PASSES(avx512bf16)
+ROOFTILE_DECLARE_PASSES(amx)
+ROOFTILE_DECLARE_PASSES(amx_software)
 
 }  // namespace rooftile

@@ -2,11 +2,9 @@
 // GCC 12 tell the compiler neither what _tile_loadconfig reads nor what tile loads and stores touch.
 #include "ceilings_kernels.h"
 
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstring>
+
+#include "amx_permission.h"
 
 namespace rooftile {
 namespace {
@@ -17,23 +15,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-bool cpu_has_amx_bf16() {
-  unsigned eax, ebx, ecx, edx;
-  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & (1u << 27))) return false;  // OSXSAVE: xgetbv may be asked
-  unsigned enabled, high;
-  asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
-  if ((enabled & (3u << 17)) != (3u << 17)) return false;  // the system saves tile registers
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  return (edx & (1u << 24)) && (edx & (1u << 22));  // AMX-TILE, AMX-BF16
-}
-
 }  // namespace
 
-bool amx_permitted() {
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  static const bool permitted = cpu_has_amx_bf16() && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return permitted;
-}
+bool amx_permitted() { return has_amx(); }
 
 int64_t amx_bf16(int64_t times) {
   TileConfig config;
