@@ -11,16 +11,17 @@ namespace ROOFTILE_ISA {
 typedef uint32_t VuBytes __attribute__((vector_size(W * 4), aligned(1), may_alias));
 typedef float VfBytes __attribute__((vector_size(W * 4), aligned(1), may_alias));
 
-// A load of kBytes becomes kVecs vectors. Column d of a row is then at column(d).
+// A load of kBytes becomes kVecs vectors. Column d of a row is then at column(d). Q is kept as it meets the keys: kQueryVecs
+// vectors for a load, of fp32 in the same order or, for products of pairs, as it is in memory.
 struct Fp32Columns {
-  static constexpr int kVecs = 1, kBytes = W * 4;
+  static constexpr int kVecs = 1, kQueryVecs = 1, kBytes = W * 4;
   static int64_t column(int64_t d) { return d; }
   static ROOFTILE_INLINE void widen(const char* at, Vf* to) { to[0] = (Vf)*reinterpret_cast<const VfBytes*>(at); }
 };
 
 // Even columns, then odd ones: one instruction a vector, where widening in order takes two.
 struct Bf16Columns {
-  static constexpr int kVecs = 2, kBytes = W * 4;
+  static constexpr int kVecs = 2, kQueryVecs = 2, kBytes = W * 4;
   static int64_t column(int64_t d) { return d / (2 * W) * (2 * W) + d % 2 * W + d % (2 * W) / 2; }
   static ROOFTILE_INLINE void widen(const char* at, Vf* to) {
     const Vu pairs = (Vu)*reinterpret_cast<const VuBytes*>(at);
@@ -29,8 +30,15 @@ struct Bf16Columns {
   }
 };
 
+#if defined(__AVX512BF16__)
+// The same, but Q K^T by products of pairs: exact products and fp32 sums as well, and half as many instructions.
+struct Bf16Pairs : Bf16Columns {
+  static constexpr int kQueryVecs = 1;
+};
+#endif
+
 struct Fp16Columns {
-  static constexpr int kVecs = 1, kBytes = W * 2;
+  static constexpr int kVecs = 1, kQueryVecs = 1, kBytes = W * 2;
   static int64_t column(int64_t d) { return d; }
   static ROOFTILE_INLINE void widen(const char* at, Vf* to) {
 #if defined(__AVX512F__)
@@ -86,6 +94,25 @@ ROOFTILE_INLINE Vf sum_lanes(Vf v[W]) {
 #endif
 }
 
+// The products of one load of a key with R rows of Q.
+template <class Format, int R>
+ROOFTILE_INLINE void multiply(const char* key, const float* q, int64_t wide, Vf* sums) {
+#if defined(__AVX512BF16__)
+  if constexpr (Format::kQueryVecs < Format::kVecs) {
+    const __m512i x = _mm512_loadu_si512(key);
+    for (int r = 0; r < R; ++r) {
+      sums[r] = (Vf)_mm512_dpbf16_ps((__m512)sums[r], (__m512bh)x, (__m512bh)_mm512_loadu_si512(q + r * wide));
+    }
+    return;
+  }
+#endif
+  Vf x[Format::kVecs];
+  Format::widen(key, x);
+  for (int n = 0; n < Format::kVecs; ++n) {
+    for (int r = 0; r < R; ++r) sums[r] = fma(x[n], load(q + r * wide + n * W), sums[r]);
+  }
+}
+
 // s[key][row] = Q K^T for `count` keys, a multiple of W / R, and R rows of Q that lie `wide` apart. Meanwhile the rows that `ahead`
 // points to come nearer: what the next phase reads.
 template <class Format, int R>
@@ -97,13 +124,7 @@ ROOFTILE_NOINLINE void score_keys(const char* const* keys, const char* const* ah
     for (int64_t i = 0; i < loads; ++i) {
       for (int key = 0; key < kKeys; ++key) {
         __builtin_prefetch(ahead[k + key] + i * Format::kBytes, 0, 2);
-        Vf x[Format::kVecs];
-        Format::widen(keys[k + key] + i * Format::kBytes, x);
-        for (int n = 0; n < Format::kVecs; ++n) {
-          for (int r = 0; r < R; ++r) {
-            sums[key * R + r] = fma(x[n], load(q + r * wide + (i * Format::kVecs + n) * W), sums[key * R + r]);
-          }
-        }
+        multiply<Format, R>(keys[k + key] + i * Format::kBytes, q + i * Format::kQueryVecs * W, wide, sums + key * R);
       }
     }
     store(s + k * R, sum_lanes(sums));

@@ -97,6 +97,10 @@ class DecodePass {
     std::memset(static_cast<void*>(q), 0, static_cast<size_t>(packs * kPack * wide_q) * 4);
     for (int64_t row = 0; row < layout.rows; ++row) {
       const RowSource source = source_of(p.q, p.dtype, lanes->b, lanes->head[row]);
+      if (Format::kQueryVecs < Format::kVecs) {
+        read_row_raw(source.row(lanes->query[row]), source.element_bytes, p.head_dim, wide(p.head_dim), reinterpret_cast<uint16_t*>(q + row * wide_q));
+        continue;
+      }
       read_row(source.row(lanes->query[row]), source.element_bytes, source.dtype, p.head_dim, p.head_dim, row_scratch);
       for (int64_t d = 0; d < p.head_dim; ++d) q[row * wide_q + Format::column(d)] = row_scratch[d];
     }
