@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 
+#include "amx_permission.h"
 #include "attention_executor.h"
 #include "attention_kernels.h"
 #include "platform.h"
@@ -22,17 +23,32 @@ bool has_bf16_products() {
 #endif
 }
 
+// The AMX path rounds to bf16 with AVX-512's instructions.
+bool has_tiles() {
+#if defined(ROOFTILE_AMX)
+  return has_bf16_products() && has_amx();
+#else
+  return false;
+#endif
+}
+
 int32_t best_path() {
+  if (has_tiles()) return kPathAmx;
   if (has_bf16_products()) return kPathAvx512Bf16;
   return machine_isa == kAvx512 ? kPathAvx512 : machine_isa == kAvx2 ? kPathAvx2 : kPathPortable;
 }
 
-const int32_t machine_path = best_path();
+int32_t machine_path() {
+  static const int32_t path = best_path();
+  return path;
+}
 
 int32_t chosen_path(const AttentionProblem& p) {
-  const int32_t path = p.path == kPathAuto ? machine_path : p.path;
-  // Paths that differ only in bf16 products are one path for other dtypes.
-  return path == kPathAvx512Bf16 && p.dtype != kBf16 ? kPathAvx512 : path;
+  const int32_t path = p.path == kPathAuto ? machine_path() : p.path;
+  // Paths that differ only in products of 16-bit numbers are one path for other dtypes.
+  if (path == kPathAvx512Bf16 && p.dtype != kBf16) return kPathAvx512;
+  if (path == kPathAmx && p.dtype == kFp32) return kPathAvx512;
+  return path == kPathAmxSoftware && p.dtype == kFp32 ? kPathPortable : path;
 }
 
 const AttentionPass* forward_of(const AttentionProblem& p) {
@@ -43,6 +59,10 @@ const AttentionPass* forward_of(const AttentionProblem& p) {
     case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::forward_fp32 : nullptr;
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::forward_bf16 : nullptr;
 #endif
+#if defined(ROOFTILE_AMX)
+    case kPathAmx: return !has_tiles() ? nullptr : p.dtype == kBf16 ? &amx::forward_bf16 : &amx::forward_fp16;
+#endif
+    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::forward_bf16 : &amx_software::forward_fp16;
     default: return nullptr;
   }
 }
@@ -54,6 +74,29 @@ const AttentionGradientPass* backward_of(const AttentionProblem& p) {
     case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::backward_fp32 : nullptr;
     case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::backward_fp32 : nullptr;
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::backward_bf16 : nullptr;
+#endif
+#if defined(ROOFTILE_AMX)
+    case kPathAmx: return !has_tiles() ? nullptr : p.dtype == kBf16 ? &amx::backward_bf16 : &amx::backward_fp16;
+#endif
+    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::backward_bf16 : &amx_software::backward_fp16;
+    default: return nullptr;
+  }
+}
+
+constexpr int64_t kMostDecodeRows = 16;
+
+// Few query rows go another way, whatever the lengths: a row's bits do not change with the capacity of a cache.
+const AttentionDecodePass* decode_of(const AttentionProblem& p) {
+  const int64_t rows = p.q_heads / p.kv_heads * p.q_len;
+  if (rows == 0 || rows > kMostDecodeRows || p.drop_below != 0) return nullptr;
+  switch (chosen_path(p)) {
+    case kPathPortable:
+    case kPathAmxSoftware: return &portable::decode_passes[p.dtype];
+#if defined(ROOFTILE_X86)
+    case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::decode_passes[p.dtype] : nullptr;
+    case kPathAvx512:
+    case kPathAvx512Bf16:
+    case kPathAmx: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
 #endif
     default: return nullptr;
   }
@@ -72,6 +115,17 @@ int32_t execute(const AttentionPass& pass, const AttentionProblem& p) {
   return share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads, [&](int64_t first, int64_t last, char* scratch) {
     pass.run(p, first, last, scratch);
   });
+}
+
+int32_t execute(const AttentionDecodePass& pass, const AttentionProblem& p) {
+  static thread_local Scratch kept;
+  char* shared = kept.take(pass.shared_bytes(p));
+  if (shared == nullptr) return -3;
+  pass.prepare(p, shared);
+  const int32_t status = share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads,
+                                     [&](int64_t first, int64_t last, char* mine) { pass.run(p, first, last, mine, shared); });
+  kept.give_back();
+  return status;
 }
 
 int32_t execute(const AttentionGradientPass& pass, const AttentionProblem& p, const AttentionGradients& g) {
@@ -99,12 +153,14 @@ using namespace rooftile;
 
 ROOFTILE_API int32_t rooftile_attention_abi() { return 1; }
 
-ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path; }
+ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path(); }
 
 ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
   if (!usable(*problem)) return -1;
   const AttentionPass* pass = forward_of(*problem);
-  return pass == nullptr ? -2 : execute(*pass, *problem);
+  if (pass == nullptr) return -2;
+  const AttentionDecodePass* decode = decode_of(*problem);
+  return decode != nullptr ? execute(*decode, *problem) : execute(*pass, *problem);
 }
 
 ROOFTILE_API int32_t rooftile_attention_backward(const AttentionProblem* problem, const AttentionGradients* gradients) {
@@ -117,6 +173,12 @@ ROOFTILE_API int32_t rooftile_attention_plan(const AttentionProblem* problem, At
   if (!usable(*problem)) return -1;
   const AttentionPass* pass = forward_of(*problem);
   if (pass == nullptr) return -2;
+  if (const AttentionDecodePass* decode = decode_of(*problem)) {
+    const int64_t rows = problem->q_heads / problem->kv_heads * problem->q_len;
+    *plan = {chosen_path(*problem), static_cast<int32_t>(decode->split_keys), rows, decode->split_keys, decode->tasks(*problem),
+             decode->scores(*problem), decode->scratch(*problem)};
+    return 0;
+  }
   *plan = {chosen_path(*problem), 0, pass->q_tile, pass->kv_tile, pass->tasks(*problem), pass->scores(*problem), pass->scratch(*problem)};
   return 0;
 }

@@ -20,13 +20,19 @@ struct RowOperand {
   int64_t step;
 };
 
+// What a thread holds while it runs a task: nothing, but for engines whose registers have to be set up.
+struct NoRegion {};
+
 // fp32 arithmetic on operands of any dtype.
 struct Fp32Engine {
+  using Region = NoRegion;
+  static constexpr bool kFiniteOnly = false;  // whether its products take no Inf
   using Op = Fp32Op;
   using Scalar = float;
   static constexpr bool kRounds = false;  // whether probabilities are rounded before they multiply V
   static constexpr int64_t kKeyTile = 96;
   static constexpr int64_t kKeyAlign = 1;  // a group's visible part of a tile may start anywhere
+  static constexpr int64_t kGroupsPerTask = 4;  // lane groups that share a prepared tile of keys
 
   static int64_t depth(int64_t dim) { return dim; }
   static int64_t padded(int64_t dim) { return round_up(dim, kColumnStep); }
@@ -113,11 +119,14 @@ struct Fp32Engine {
 #if defined(__AVX512BF16__)
 // bf16 operands and products, fp32 sums. Scalars are pairs of neighbours along the sum, in one dword.
 struct Bf16Engine {
+  using Region = NoRegion;
+  static constexpr bool kFiniteOnly = false;
   using Op = Bf16PairOp;
   using Scalar = uint32_t;
   static constexpr bool kRounds = true;
   static constexpr int64_t kKeyTile = 128;
   static constexpr int64_t kKeyAlign = 2;
+  static constexpr int64_t kGroupsPerTask = 4;
 
   static int64_t depth(int64_t dim) { return (dim + 1) / 2; }
   static int64_t padded(int64_t dim) { return round_up(depth(dim), kColumnStep); }

@@ -6,34 +6,49 @@
 namespace rooftile {
 namespace ROOFTILE_ISA {
 
-constexpr int64_t kGroupsPerTask = 4;  // lane groups that share a prepared tile of keys
-
 // Rows of a task depend on shapes alone: never on the number of threads.
-inline int64_t task_rows(const AttentionProblem& p) {
+template <class Engine>
+int64_t task_rows(const AttentionProblem& p) {
   const int64_t domains = domains_of(p), rows = packs_heads(p) ? p.q_heads / p.kv_heads * p.q_len : p.q_len;
-  const int64_t large = kGroupsPerTask * kLanes;
-  return domains * ((rows + large - 1) / large) >= 16 ? large : kLanes;
+  int64_t large = Engine::kGroupsPerTask * kLanes;
+  while (large > kLanes && domains * ((rows + large - 1) / large) < 16) large /= 2;
+  return large;
 }
 
-inline int64_t tasks_per_domain(const AttentionProblem& p) {
+template <class Engine>
+int64_t tasks_per_domain(const AttentionProblem& p) {
   const int64_t rows = packs_heads(p) ? p.q_heads / p.kv_heads * p.q_len : p.q_len;
-  return (rows + task_rows(p) - 1) / task_rows(p);
+  const int64_t of_task = task_rows<Engine>(p);
+  return (rows + of_task - 1) / of_task;
 }
 
-inline int64_t forward_tasks(const AttentionProblem& p) { return domains_of(p) * tasks_per_domain(p); }
+template <class Engine>
+int64_t forward_tasks(const AttentionProblem& p) {
+  return domains_of(p) * tasks_per_domain<Engine>(p);
+}
+
+// Where a lane group begins in a key tile that was prepared from key `from` on.
+template <class Engine>
+int64_t first_key(const LaneGroup& lanes, int64_t from) {
+  return lanes.first > from ? from + (lanes.first - from) / Engine::kKeyAlign * Engine::kKeyAlign : from;
+}
 
 // Query-key pairs that the pass computes scores for: what a lane group visits, times its rows.
 template <class Engine>
 int64_t visited_scores(const AttentionProblem& p) {
   int64_t scores = 0;
+  const int64_t of_task = task_rows<Engine>(p);
   LaneGroup lanes;
   for (int64_t index = 0; index < domains_of(p); ++index) {
     const RowDomain domain = domain_of(p, index);
+    int64_t first = 0;  // of the task
     for (int64_t row = 0; row < domain.rows; row += kLanes) {
+      if (row % of_task == 0) first = p.kv_len;
       fill_lanes(p, domain, row, &lanes);
       if (lanes.first >= lanes.last) continue;
-      const int64_t begin = lanes.first / Engine::kKeyAlign * Engine::kKeyAlign;
-      scores += (lanes.last - begin) * lanes.rows;
+      first = lanes.first < first ? lanes.first : first;
+      const int64_t tile = lanes.first / Engine::kKeyTile * Engine::kKeyTile;
+      scores += (lanes.last - first_key<Engine>(lanes, tile > first ? tile : first)) * lanes.rows;
     }
   }
   return scores;
@@ -56,7 +71,7 @@ class ForwardPass {
     k_scratch = arena->take<Scalar>(key_tile * wide_q);
     v_scratch = arena->take<Scalar>(Engine::value_scratch(p.value_dim));
     factor = arena->take<float>(kLanes);
-    for (int64_t g = 0; g < kGroupsPerTask; ++g) {
+    for (int64_t g = 0; g < Engine::kGroupsPerTask; ++g) {
       state[g].lanes = arena->take<LaneGroup>(1);
       state[g].q = arena->take<Scalar>(wide_q * kLanes);
       state[g].o = arena->take<float>(wide_v * kLanes);
@@ -68,12 +83,12 @@ class ForwardPass {
   }
 
   void run(int64_t task) {
-    const int64_t per_domain = tasks_per_domain(p);
+    const int64_t per_domain = tasks_per_domain<Engine>(p), of_task = task_rows<Engine>(p);
     const RowDomain domain = domain_of(p, task / per_domain);
-    const int64_t begin = task % per_domain * task_rows(p);
+    const int64_t begin = task % per_domain * of_task;
     int groups = 0;
     int64_t first = p.kv_len, last = 0;
-    for (int64_t row = begin; row < begin + task_rows(p) && row < domain.rows; row += kLanes, ++groups) {
+    for (int64_t row = begin; row < begin + of_task && row < domain.rows; row += kLanes, ++groups) {
       open_group(domain, row, &state[groups]);
       const LaneGroup& lanes = *state[groups].lanes;
       if (lanes.first < first) first = lanes.first;
@@ -82,7 +97,7 @@ class ForwardPass {
     const RowSource k = key_source(p, p.k, domain.b, domain.kv_head), v = key_source(p, p.v, domain.b, domain.kv_head);
     for (int64_t tile = first / Engine::kKeyTile * Engine::kKeyTile; tile < last; tile += Engine::kKeyTile) {
       // Memory that no row of this task sees is never read.
-      const int64_t from = tile > first ? tile : first / Engine::kKeyAlign * Engine::kKeyAlign;
+      const int64_t from = tile > first ? tile : first;
       const int64_t to = tile + Engine::kKeyTile < last ? tile + Engine::kKeyTile : last;
       visit(k, v, from, to, groups);
     }
@@ -103,10 +118,12 @@ class ForwardPass {
   float *s, *extra, *factor;
   uint32_t* visible;
   int64_t s_floats;
-  Group state[kGroupsPerTask];
+  Group state[Engine::kGroupsPerTask];
   static constexpr int64_t kUnknown = -1;
   int64_t bad_values = kUnknown;  // rows of the prepared tile's values that are not finite, and which they are
   int64_t bad_value[Engine::kKeyTile];
+  int64_t bad_keys = 0;  // the same of its keys, where the engine's products take finite numbers alone
+  int64_t bad_key[Engine::kKeyTile];
 
   void open_group(const RowDomain& domain, int64_t first_row, Group* group) {
     LaneGroup& g = *group->lanes;
@@ -139,22 +156,27 @@ class ForwardPass {
       if (!prepared) {
         keys = Engine::row_operand(k, from, to - from, p.head_dim, k_scratch);
         values = Engine::value_operand(v, from, to - from, p.value_dim, v_scratch);
+        if (Engine::kFiniteOnly) bad_keys = list_bad_rows(k, from, to, p.head_dim, bad_key);
         prepared = true;
       }
-      const int64_t begin = lanes.first > from ? from + (lanes.first - from) / Engine::kKeyAlign * Engine::kKeyAlign : from;
+      const int64_t begin = first_key<Engine>(lanes, from);
       const int64_t end = lanes.last < to ? lanes.last : to;
-      step(&state[g], v, keys, &values, from, to, begin, end);
+      step(&state[g], k, v, keys, &values, from, to, begin, end);
     }
   }
 
   // One lane group against keys [begin, end) of the prepared tile [tile, tile_end).
-  void step(Group* group, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar>* values, int64_t tile,
+  void step(Group* group, const RowSource& k, const RowSource& v, RowOperand<Scalar> keys, RowOperand<Scalar>* values, int64_t tile,
             int64_t tile_end, int64_t begin, int64_t end) {
     const LaneGroup& g = *group->lanes;
     const int64_t count = end - begin;
     const bool masked = p.dense.data != nullptr || p.bias.data != nullptr || !g.sees_all(begin, end);
     gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.head_dim), keys.data + (begin - tile) * keys.step,
                                                    keys.step, group->q, kLanes, s, kLanes);
+    for (int64_t i = 0; i < bad_keys; ++i) {
+      const int64_t key = tile + bad_key[i];
+      if (begin <= key && key < end) plain_scores(group, k, key, s + (key - begin) * kLanes);
+    }
     if (masked) {
       visible_from_intervals(g, begin, count, visible);
       if (p.dense.data != nullptr) hide_by_dense(p.dense, g, begin, count, visible);
@@ -178,12 +200,32 @@ class ForwardPass {
       read_keep(p, g, begin, count, keep);
       Engine::drop(g.vecs, count, keep, s, probabilities);
     }
-    if (masked && bad_values == kUnknown) set_bad_values_aside(v, tile, tile_end, values);
+    // A product may go on behind `end`, with probabilities of zero.
+    if ((masked || end < tile_end || Engine::kFiniteOnly) && bad_values == kUnknown) set_bad_values_aside(v, tile, tile_end, values);
     Engine::accumulate(g.vecs, count, p.value_dim, *values, begin - tile, s, probabilities, factor, group->o);
     for (int64_t i = 0; i < bad_values; ++i) {
       const int64_t key = tile + bad_value[i];
       if (begin <= key && key < end) add_value(group, v, key, key - begin, masked);
     }
+  }
+
+  // Scores of a key that the engine's products don't take. Rare, so plain.
+  void plain_scores(Group* group, const RowSource& k, int64_t key, float* scores) {
+    const char* row = k.row(key);
+    for (int lane = 0; lane < group->lanes->rows; ++lane) {
+      scores[lane] = 0.0f;
+      for (int64_t d = 0; d < p.head_dim; ++d) {
+        scores[lane] += Engine::element(group->q, d, kLanes, lane) * read_element(row + d * k.element_bytes, k.dtype);
+      }
+    }
+  }
+
+  static int64_t list_bad_rows(const RowSource& rows, int64_t first, int64_t last, int64_t dim, int64_t* list) {
+    int64_t count = 0;
+    for (int64_t j = first; j < last; ++j) {
+      if (!row_finite(rows, j, dim)) list[count++] = j - first;
+    }
+    return count;
   }
 
   // Whether any lane sees a key of this tile.
@@ -203,10 +245,7 @@ class ForwardPass {
   // A hidden pair's probability of zero times NaN would be NaN. So what is not finite in V leaves the product, and is added for the
   // lanes that see it; all other results keep the bits that any finite number in its place would give them.
   void set_bad_values_aside(const RowSource& v, int64_t tile, int64_t tile_end, RowOperand<Scalar>* values) {
-    bad_values = 0;
-    for (int64_t j = tile; j < tile_end; ++j) {
-      if (!row_finite(v, j, p.value_dim)) bad_value[bad_values++] = j - tile;
-    }
+    bad_values = list_bad_rows(v, tile, tile_end, p.value_dim, bad_value);
     if (bad_values > 0) *values = Engine::cleaned(*values, tile_end - tile, p.value_dim, bad_value, bad_values, v_scratch);
   }
 
@@ -252,19 +291,6 @@ class ForwardPass {
         write_row(row, p.out.stride[3] * size, p.out_dtype, p.value_dim, out + (lane - first) * wide);
       }
     }
-  }
-
-  // One more key with this score and no value.
-  static void add_sink(float sink, float* lse, float* shrink) {
-    if (sink == -kInfinity) return;
-    if (*lse == -kInfinity) {
-      *lse = sink;
-      return;
-    }
-    const float top = *lse > sink ? *lse : sink;
-    const float total = top + std::log(std::exp(*lse - top) + std::exp(sink - top));
-    *shrink = std::exp(*lse - total);
-    *lse = total;
   }
 };
 

@@ -11,6 +11,7 @@ namespace rooftile {
 namespace ROOFTILE_ISA {
 
 struct Fp32Op {
+  static constexpr bool kOnTiles = false;
   using Scalar = float;
   using Vec = Vf;
   static ROOFTILE_INLINE Vf dot(Vf acc, Vf a, Vf b) { return fma(a, b, acc); }
@@ -18,6 +19,7 @@ struct Fp32Op {
 
 #if defined(__AVX512BF16__)
 struct Bf16PairOp {
+  static constexpr bool kOnTiles = false;
   using Scalar = uint32_t;
   using Vec = Vu;
   static ROOFTILE_INLINE Vf dot(Vf acc, Vu a, Vu b) {
@@ -98,10 +100,9 @@ void panels(int64_t rows, int64_t depth, const typename Op::Scalar* a, int64_t s
   }
 }
 
-// C (rows x vecs vectors), A (rows x depth), B (depth x vecs vectors); ldb, ldc and step in elements.
 template <class Op, Into into, bool AdjacentRows>
-void gemm(int64_t rows, int vecs, int64_t depth, const typename Op::Scalar* a, int64_t step, const typename Op::Scalar* b,
-          int64_t ldb, float* c, int64_t ldc, const float* factor = nullptr) {
+void lane_gemm(int64_t rows, int vecs, int64_t depth, const typename Op::Scalar* a, int64_t step, const typename Op::Scalar* b,
+               int64_t ldb, float* c, int64_t ldc, const float* factor) {
   int n = 0;
   const auto of_column = [&] { return factor == nullptr ? nullptr : factor + n * W; };
   for (; n + kPanelVecs <= vecs; n += kPanelVecs) {
@@ -114,6 +115,17 @@ void gemm(int64_t rows, int vecs, int64_t depth, const typename Op::Scalar* a, i
   }
 #endif
   if (n < vecs) panels<Op, 1, into, AdjacentRows>(rows, depth, a, step, b + n * W, ldb, c + n * W, ldc, of_column());
+}
+
+// C (rows x vecs vectors), A (rows x depth), B (depth x vecs vectors); ldb, ldc and step in elements.
+template <class Op, Into into, bool AdjacentRows>
+void gemm(int64_t rows, int vecs, int64_t depth, const typename Op::Scalar* a, int64_t step, const typename Op::Scalar* b,
+          int64_t ldb, float* c, int64_t ldc, const float* factor = nullptr) {
+  if constexpr (Op::kOnTiles) {
+    Op::template product<into>(rows, vecs, depth, a, step, b, ldb, c, ldc);
+  } else {
+    lane_gemm<Op, into, AdjacentRows>(rows, vecs, depth, a, step, b, ldb, c, ldc, factor);
+  }
 }
 
 }  // namespace ROOFTILE_ISA

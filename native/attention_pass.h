@@ -8,25 +8,26 @@
 namespace rooftile {
 namespace ROOFTILE_ISA {
 
-template <class Pass>
+template <class Engine>
 int64_t scratch_of(const AttentionProblem& p) {
   Arena arena;
-  const Pass pass(p, &arena);
+  const ForwardPass<Engine> pass(p, &arena);
   (void)pass;
   return arena.used;
 }
 
-template <class Pass>
+template <class Engine>
 void run_tasks(const AttentionProblem& p, int64_t first, int64_t last, char* scratch) {
   Arena arena;
   arena.base = scratch;
-  Pass pass(p, &arena);
+  ForwardPass<Engine> pass(p, &arena);
+  [[maybe_unused]] const typename Engine::Region region;
   for (int64_t task = first; task < last; ++task) pass.run(task);
 }
 
 template <class Engine>
 constexpr AttentionPass forward_pass() {
-  return {forward_tasks, scratch_of<ForwardPass<Engine>>, run_tasks<ForwardPass<Engine>>, visited_scores<Engine>, kLanes, Engine::kKeyTile};
+  return {forward_tasks<Engine>, scratch_of<Engine>, run_tasks<Engine>, visited_scores<Engine>, kLanes, Engine::kKeyTile};
 }
 
 template <class Engine>
@@ -52,6 +53,7 @@ struct Backward {
   static void run(const AttentionProblem& p, const AttentionGradients& g, int64_t first, int64_t last, char* scratch, char* shared) {
     Arena arena{scratch, 0};
     Pass pass(p, g, &arena, reinterpret_cast<float*>(shared));
+    [[maybe_unused]] const typename Engine::Region region;
     for (int64_t task = first; task < last; ++task) pass.run(task);
   }
   static void reduce(const AttentionProblem& p, const AttentionGradients& g, int64_t first, int64_t last, char* scratch, char* shared) {

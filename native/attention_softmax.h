@@ -96,5 +96,18 @@ ROOFTILE_NOINLINE void softmax_fp32(int vecs, int64_t keys, float c, float* s, c
   }
 }
 
+// The sink: one more key with this score and no value. O shrinks by `shrink`.
+inline void add_sink(float sink, float* lse, float* shrink) {
+  if (sink == -kInfinity) return;
+  if (*lse == -kInfinity) {
+    *lse = sink;
+    return;
+  }
+  const float top = *lse > sink ? *lse : sink;
+  const float total = top + std::log(std::exp(*lse - top) + std::exp(sink - top));
+  *shrink = std::exp(*lse - total);
+  *lse = total;
+}
+
 }  // namespace ROOFTILE_ISA
 }  // namespace rooftile

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftile import capture, devices, formats, ledgers, lowp, masks, roofline, zoo
+    from rooftile import bench, capture, devices, formats, integrations, ledgers, lowp, masks, roofline, zoo
     from rooftile._attention import attention
     from rooftile._attention.kv_cache import KVCache, SlidingWindow
     from rooftile._attention.state import AttentionState, merge, merge_all
@@ -41,10 +41,12 @@ _PUBLIC = {
     "attention": "rooftile._attention",
     "attention_varlen": "rooftile._attention.varlen",
     "audit": "rooftile._audit",
+    "bench": "rooftile.bench",
     "capture": "rooftile.capture",
     "devices": "rooftile.devices",
     "flops": "rooftile.costs.flops",
     "formats": "rooftile.formats",
+    "integrations": "rooftile.integrations",
     "ledgers": "rooftile.ledgers",
     "lowp": "rooftile.lowp",
     "load_trace": "rooftile.capture.trace_file",
@@ -73,10 +75,12 @@ __all__ = [
     "attention",
     "attention_varlen",
     "audit",
+    "bench",
     "capture",
     "devices",
     "flops",
     "formats",
+    "integrations",
     "ledgers",
     "load_trace",
     "lowp",

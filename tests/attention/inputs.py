@@ -16,7 +16,8 @@ from .visibility import KINDS, Sizes
 @dataclass(frozen=True)
 class Case:
     """One call. ``values`` is a kind of numbers (see :func:`operands`), ``mask`` a key of ``visibility.KINDS``,
-    ``bias`` which of the four axes (B, Hq, Lq, Lk) it has, as a string of their letters ("bhqk", "hk", ...).
+    ``bias`` which of the four axes (B, Hq, Lq, Lk) it has, as a string of their letters ("bhqk", "hk", ...); with
+    ``holes`` a third of it is -inf, its first row altogether.
     """
 
     q_len: int
@@ -29,6 +30,7 @@ class Case:
     values: str = "gaussian"
     mask: str | None = None
     bias: str | None = None
+    holes: bool = False
     softcap: float | None = None
     sinks: bool = False
     dropout_p: float = 0.0
@@ -41,7 +43,7 @@ class Case:
         parts += [f"{self.batch}x{self.heads[0]}" + (f"g{self.heads[1]}" if self.heads[0] != self.heads[1] else "")]
         parts += [self.values] if self.values != "gaussian" else []
         parts += [self.mask.replace(" ", "")] if self.mask else []
-        parts += [f"bias_{self.bias}"] if self.bias else []
+        parts += [f"bias_{self.bias}" + ("_holes" if self.holes else "")] if self.bias else []
         parts += ["softcap"] if self.softcap else []
         parts += ["sinks"] if self.sinks else []
         parts += ["dropout"] if self.dropout_p else []
@@ -75,6 +77,9 @@ class Case:
         if self.bias:
             full = {"b": self.batch, "h": self.heads[0], "q": self.q_len, "k": self.kv_len}
             bias = normal(*(size if axis in self.bias else 1 for axis, size in full.items())).to(self.dtype)
+            if self.holes:
+                bias[torch.rand(bias.shape, generator=generator) < 0.3] = -torch.inf
+                bias[:, :, 0] = -torch.inf
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return Problem(
             q, k, v,
@@ -125,7 +130,8 @@ def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
     elif case.values == "constant":
         k, v = torch.full(shapes[1], 0.3), torch.full(shapes[2], 0.7)
     elif case.values == "outlier":
-        large = torch.where((channel == 1) | (channel == case.head_dim - 1), 100.0, 1.0)
+        factor = 100 * (case.head_dim / 64) ** 0.25  # for any head dim the scores of head dim 64
+        large = torch.where((channel == 1) | (channel == case.head_dim - 1), factor, 1.0)
         q, k, v = q * large, k * large, v * torch.where(torch.arange(value_dim) == 0, 100.0, 1.0)
     elif case.values != "gaussian":
         raise ValueError(f"no values called {case.values!r}")

@@ -9,8 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rooftile.errors import UsageError
+
 from .inputs import Case
-from .support import DTYPES, EVERY_KERNEL, EVERY_PLAIN_KERNEL, complaints
+from .support import DTYPES, EVERY_KERNEL, EVERY_PLAIN_KERNEL, attend, complaints, run
+from .tolerance import Judge
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -47,7 +50,8 @@ LENGTHS = [
     Case(1030, 799, head_dim=32, heads=(1, 1), dtype=BF16, mask="window-sides"),
     Case(1030, 799, head_dim=64, heads=(1, 1), dtype=FP16),
     Case(2048, 2048, head_dim=64, heads=(1, 1), dtype=BF16, mask="causal"),
-    Case(2048, 2048, head_dim=32, heads=(1, 1), dtype=FP32, mask="causal"),
+    Case(2048, 300, head_dim=32, heads=(1, 1), dtype=FP32),
+    Case(300, 2048, head_dim=64, heads=(1, 1), dtype=FP16, mask="causal"),
 ]
 
 
@@ -117,6 +121,7 @@ EXTRAS = in_every_dtype(
         Case(50, 77, head_dim=24, batch=2, heads=(4, 2), bias="hqk", mask="causal"),
         Case(77, 50, head_dim=24, batch=2, heads=(4, 2), bias="k", softcap=3.0),
         Case(40, 40, head_dim=24, batch=2, heads=(4, 2), bias="bh"),
+        Case(45, 90, head_dim=24, batch=2, heads=(4, 2), bias="hqk", holes=True, mask="causal-top-left"),
         Case(66, 66, head_dim=24, batch=2, heads=(4, 2), bias="bqk", mask="window", sinks=True),
         Case(70, 130, head_dim=40, heads=(4, 2), softcap=1.0, mask="causal & padding"),
         Case(70, 130, head_dim=40, batch=2, heads=(6, 2), sinks=True, mask="causal & window"),
@@ -153,3 +158,41 @@ FP64 = [
 def test_fp64_is_fp64_all_the_way(case: Case, kernel: str):
     """Judged in extended precision: an FP32 step anywhere would be a hundred million times the tolerance."""
     assert complaints(kernel, case) == []
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
+def test_bias_and_sinks_may_be_fp32_or_16_bits(kernel: str, dtype: torch.dtype):
+    """Their gradients have their own dtype."""
+    case = Case(40, 66, head_dim=24, batch=2, heads=(4, 2), bias="hqk", sinks=True, dtype=dtype, mask="causal")
+    problem = case.problem()
+    assert problem.bias is not None
+    assert problem.sinks is not None
+    for bias, sinks in ((problem.bias.float(), problem.sinks), (problem.bias, problem.sinks.to(dtype))):
+        mixed = replace(problem, bias=bias, sinks=sinks)
+        results = run(kernel, mixed, case.build_mask(), case.wanted)
+        assert (results["dbias"].dtype, results["dsinks"].dtype) == (bias.dtype, sinks.dtype)
+        assert Judge.of(mixed, case.wanted).complaints(results) == []
+
+
+def test_head_dims_beyond_the_native_kernel_are_another_kernels():
+    case = Case(9, 14, head_dim=520, heads=(2, 1))
+    assert complaints("auto", case) == []
+    with pytest.raises(UsageError, match="520"):
+        complaints("native", case)
+
+
+@EVERY_KERNEL
+def test_offsets_are_64_bits_wide(kernel: str):
+    """The second sequence starts 2^31 elements after the first, the second head of each 2^30 after its first."""
+    case = Case(5, 20, head_dim=8, batch=2, dtype=BF16)
+    problem = case.problem()
+    memory = torch.empty(2**31 + 2**30 + 4096, dtype=BF16)  # of which a few pages are touched
+
+    def apart(x: torch.Tensor, at: int) -> torch.Tensor:
+        far = memory.as_strided(x.shape, (2**31, 2**30, x.shape[3], 1), at)
+        return far.copy_(x)
+
+    far = replace(problem, q=apart(problem.q, 0), k=apart(problem.k, 1024), v=apart(problem.v, 2048))
+    out, lse = attend(kernel, far.q, far.k, far.v, return_lse=True)
+    assert Judge.of(problem, ()).complaints({"out": out, "lse": lse}) == []

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftile import KVCache, SlidingWindow, UsageError, masks
 from rooftile._attention import library
@@ -337,6 +338,16 @@ def test_random_appends_and_clears_never_share_a_page():
     assert cache.free_pages == storage.keys.shape[0] - used
 
 
+def test_a_cache_made_in_inference_mode_is_used_in_and_out_of_it():
+    with torch.inference_mode():
+        cache = make("contiguous", 8)
+        q, k, v = tokens(1)
+        cache.append(k, v)
+        inside = cache.attend(q)
+    cache.append(k, v)
+    torch.testing.assert_close(cache.attend(q.clone()), inside, rtol=0, atol=1e-6)  # the same key twice
+
+
 # ---------------------------------------------------------------------------------------------------------------- bytes
 def test_bytes_are_those_of_the_memory_and_used_bytes_those_of_the_keys():
     cache = KVCache(2, 8, 4096, 128, dtype=torch.bfloat16)
@@ -382,11 +393,13 @@ Q1, K1, V1 = torch.zeros(B, HQ, 1, D), torch.zeros(B, HKV, 2, D), torch.zeros(B,
         (lambda: append(K1.half(), V1), "k is torch.float16"),
         (lambda: append(K1, V1.to("meta")), "v is torch.float32 on meta"),
         (lambda: append(K1[:, :1], V1), "2 heads of 16"),
-        (lambda: append(K1[0], V1), "k is"),
+        (lambda: append(K1[0], V1), "k has shape"),
         (lambda: append(K1[:2], V1), "3 sequences"),
         (lambda: append(K1, V1[:, :, :1]), "v 1"),
         (lambda: append(K1, V1, [3, 0, 0]), r"\[3, 0, 0\]"),
         (lambda: append(K1, V1, [1, 1]), r"\[1, 1\]"),
+        (lambda: append(K1, V1, [True, 1, 1]), "True"),
+        (lambda: append(K1, V1.tolist()), "v is list"),
         (lambda: append(K1, V1, torch.tensor([1.0, 1.0, 1.0])), "float32"),
         (lambda: append(K1.clone().requires_grad_(), V1), "k requires a gradient"),
         (lambda: filled().attend(Q1.clone().requires_grad_()), "q requires a gradient"),
@@ -420,3 +433,54 @@ def test_queries_without_lengths_after_a_ragged_append_are_refused():
 
 def test_the_representation_says_what_is_used():
     assert "lengths [8, 8, 8], 7,680 of 30,720 bytes used" in repr(filled())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "tiled"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_cache_of_fake_tensors_gives_shapes_as_an_audit_asks_for_them(storage, kernel):
+    with FakeTensorMode():
+        cache = make(storage, 40)
+        q, k, v = tokens(20)
+        cache.append(k, v, [20, 3, 7])
+        out, lse = cache.attend(q, lengths=[20, 3, 7], mask=CAUSAL, return_lse=True, kernel=kernel)
+        assert (out.shape, lse.shape) == ((B, HQ, 20, DV), (B, HQ, 20))
+        assert cache.attend(q[:, :, :1], kernel=kernel).shape == (B, HQ, 1, DV)
+
+
+# ------------------------------------------------------------------------------------------------------------- operator
+@pytest.mark.skipif(bool(library.MISSING), reason="pages go through an operator only where there is a compiled kernel")
+def test_the_paged_operator_passes_opcheck_and_has_no_gradient():
+    cache = make("paged", 40)
+    q, k, v = tokens(33)
+    cache.append(k, v, [33, 2, 17])
+    storage = cache._storage
+    ends = torch.tensor([[33], [2], [17]], dtype=torch.int32)
+    operands = (
+        storage.keys,
+        storage.values,
+        storage.table,
+        torch.zeros_like(ends),
+        ends,
+        torch.zeros(HQ),
+        0.25,
+        0.0,
+        33,
+    )
+    torch.library.opcheck(torch.ops.rooftile.paged_attention.default, (q[:, :, :1], *operands))
+    out, _ = torch.ops.rooftile.paged_attention(q[:, :, :1].clone().requires_grad_(), *operands)
+    with pytest.raises(UsageError, match="no gradient"):
+        out.sum().backward()
+
+
+def test_a_compiled_step_runs_the_cache_itself_and_gives_the_same_bits():
+    cache, plain = make("contiguous", 32), make("contiguous", 32)
+    q, k, v = tokens(1)
+
+    def step(cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k + 1, v + 1)
+        return cache.attend(q * 2) + 1
+
+    compiled = torch.compile(step, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            assert torch.equal(compiled(cache, q, k, v), step(plain, q, k, v))

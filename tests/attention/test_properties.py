@@ -43,6 +43,7 @@ def cases(draw: st.DrawFn, max_dim: int = 70) -> Case:
         values=draw(st.sampled_from(["gaussian", "banded", "one_hot", "constant", "outlier"])),
         mask=mask,
         bias=draw(st.sampled_from([None, None, "bhqk", "hqk", "k", "bq", "h"])),
+        holes=draw(st.booleans()),
         softcap=draw(st.sampled_from([None, None, 2.0, 30.0])),
         sinks=draw(st.booleans()),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.5])),

@@ -99,9 +99,10 @@ def test_case_10_expanded_keys_and_values_are_read_as_if_copied(kernel: str, dty
         judge = Judge.of(whole, ("dk", "dv"))
         assert judge.complaints({"out": out.detach(), "lse": lse.detach()}) == []
         for grad, name in zip(grads, ("dk", "dv"), strict=True):
-            expected = torch.from_numpy(judge.exact.value[name]).sum(dim, keepdim=True)
-            room = 4 * torch.finfo(dtype).eps * torch.from_numpy(abs(judge.exact.value[name])).sum(dim, keepdim=True)
-            assert ((grad.double() - expected).abs() <= room + 1e-4).all(), (name, dim)
+            expected = judge.exact.value[name].sum(axis=dim, keepdims=True)
+            eager = judge.errors(name, judge.eager[name])[1]
+            room = (2 * eager + judge.floor(name)).sum(axis=dim, keepdims=True).max()
+            assert abs(grad.double().numpy() - expected).max() <= room, (name, dim)
 
 
 @EVERY_KERNEL

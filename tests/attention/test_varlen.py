@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rooftile import UsageError, attention, attention_varlen, masks
 from rooftile._attention import library
@@ -159,6 +160,19 @@ def test_it_compiles_whole_and_checks_its_offsets_when_it_runs():
     q, k, v, cu_q, cu_k = operands
     with pytest.raises(RuntimeError, match="cu_seqlens_k"):
         compiled(q, k, v, cu_q, cu_k - 1)
+
+
+def test_it_exports_and_runs_on_fake_tensors():
+    operands = packed([(5, 5), (0, 3), (8, 9)])
+
+    class Packed(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return attention_varlen(*tensors, mask=masks.causal(align="bottom-right"))
+
+    exported = torch.export.export(Packed(), operands).module()
+    assert torch.equal(exported(*operands), Packed()(*operands))
+    with FakeTensorMode() as mode:
+        assert Packed()(*map(mode.from_tensor, operands)).shape == (13, HQ, DV)
 
 
 Q, K, V, CU, _ = packed([(3, 3), (4, 4)])

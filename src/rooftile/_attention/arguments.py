@@ -77,7 +77,8 @@ def check_operand(name: str, x: object) -> None:
 
 def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In an autocast region q, k and v in its dtype, as F.scaled_dot_product_attention takes them (fp64 stays)."""
-    kind = q.device.type
+    # Tensors without data stand for those of a CPU, or of a device whose policy an audit puts in its place.
+    kind = "cpu" if q.device.type == "meta" else q.device.type
     if not torch.is_autocast_enabled(kind):
         return q, k, v
     to = torch.get_autocast_dtype(kind)
@@ -101,20 +102,18 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q {short(q)} and k {short(k)} differ in head dim, {dim} and {k.shape[3]}: they must be equal"
         )
     if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
-        raise UsageError(
-            f"k {short(k)} and v {short(v)} differ in heads or length: they must be equal but for the last dim"
-        )
+        raise UsageError(f"k {short(k)} and v {short(v)} differ in heads or length: all but the last dim must agree")
     if dim == 0 or v.shape[3] == 0:
         raise UsageError(f"q {short(q)} and v {short(v)}: a head dim of 0 leaves nothing to attend with")
     kv_heads = k.shape[1]
     if (kv_heads == 0) != (q_heads == 0) or (kv_heads and q_heads % kv_heads):
         raise UsageError(
-            f"q has {q_heads} heads and k {kv_heads}: query heads must be a multiple of kv heads (query head i reads kv "
-            "head i // (Hq / Hkv))"
+            f"q has {q_heads} heads and k {kv_heads}: query heads must be a multiple of kv heads (query head i reads "
+            "kv head i // (Hq / Hkv))"
         )
 
 
-def checked_visibility(mask: Mask, q: Tensor, k: Tensor) -> Visibility:
+def checked_visibility(mask: object, q: Tensor, k: Tensor) -> Visibility:
     """The mask as intervals and booleans for these operands."""
     if not isinstance(mask, Mask):
         hint = (

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rooftile._attention.call import Call, empty_result
+from rooftile._attention.eager import attend
 from rooftile._attention.kernels import select
 from rooftile._attention.kv_storage import BLOCK, Paged, Storage
-from rooftile._attention.operators import attention_op
 from rooftile._attention.paged import paged_attention
-from rooftile._attention.sequences import check_mask_lengths, sequence_intervals
+from rooftile._attention.sequences import check_mask_lengths, has_values, sequence_intervals
 from rooftile._attention.state import AttentionState, merge
-from rooftile.masks import Mask, Visibility
+from rooftile.masks import Mask, Visibility, window
 
 __all__ = ["CachedCall", "attend_cached"]
 
@@ -28,7 +28,8 @@ class CachedCall:
     q: Tensor  # (B, Hq, Lq, D)
     rows: Sequence[int]  # of q that are tokens of the sequence, its last ones
     seen: Sequence[int]  # tokens of the sequence
-    mask: Mask | None  # the caller's and the window of the eviction policy; None: every key
+    mask: Mask | None  # the caller's; None, of one row only: every key
+    window: int | None  # the keys that the eviction policy lets a row see
     sinks: Tensor | None
     scale: float
     softcap: float
@@ -37,27 +38,34 @@ class CachedCall:
 
 def attend_cached(cached: CachedCall) -> tuple[Tensor, Tensor]:
     """``out`` (B, Hq, Lq, Dv) in q's dtype and the LSE (B, Hq, Lq)."""
-    lo, hi = _coordinates(cached)
-    extent = max((seen - cached.storage.origin(b) for b, seen in enumerate(cached.seen)), default=0)
+    origins = [cached.storage.origin(b) for b in range(len(cached.seen))]
+    extent = max(seen - origin for seen, origin in zip(cached.seen, origins, strict=True))
     keys, values = cached.storage.spanning(len(cached.seen), extent)
-    call = Call(cached.q, keys, values, Visibility(lo, hi), None, cached.sinks, cached.scale, cached.softcap, 0.0, None)
+    call = Call(cached.q, keys, values, Visibility(), None, cached.sinks, cached.scale, cached.softcap, 0.0, None)
     if call.is_empty:
         return empty_result(call)
     name = select(cached.kernel, call, needs_grad=False)
-    if name == "native":
-        if isinstance(cached.storage, Paged):
-            return paged_attention(call, cached.storage.keys, cached.storage.values, cached.storage.table)
-        return attention_op(call, False, name)
-    return _block_by_block(call, lo, hi, cached.storage, name)
+    lo, hi = _coordinates(cached, origins)
+    if name != "native":
+        return _block_by_block(call, lo, hi, cached.storage, name)
+    call = replace(call, visibility=Visibility(lo, hi))
+    if isinstance(cached.storage, Paged):
+        return paged_attention(call, cached.storage.keys, cached.storage.values, cached.storage.table)
+    return attend(call, False, name, with_grad=False)
 
 
-def _coordinates(cached: CachedCall) -> tuple[Tensor, Tensor]:
+def _coordinates(cached: CachedCall, origins: Sequence[int]) -> tuple[Tensor, Tensor]:
     """``lo`` and ``hi`` of every row as coordinates of the storage, int32 (B, Lq), on the CPU."""
-    rows, seen = (torch.tensor(list(counts)).unsqueeze(1) for counts in (cached.rows, cached.seen))
-    if cached.mask is not None:
-        check_mask_lengths(cached.mask, cached.rows, cached.seen)
-    lo, hi = sequence_intervals(cached.mask, torch.arange(cached.q.shape[2]).unsqueeze(0), rows, seen)
-    origin = torch.tensor([cached.storage.origin(b) for b in range(len(cached.seen))]).unsqueeze(1)
+    if cached.mask is None:  # one row, which sees what there is: worth no tensor arithmetic in every step of a decoder
+        ends = [
+            seen - origin if rows else 0 for rows, seen, origin in zip(cached.rows, cached.seen, origins, strict=True)
+        ]
+        starts = [0 if cached.window is None else max(0, end - cached.window) for end in ends]
+        return torch.tensor(starts, dtype=torch.int32)[:, None], torch.tensor(ends, dtype=torch.int32)[:, None]
+    mask = cached.mask if cached.window is None else cached.mask & window(cached.window, align="bottom-right")
+    check_mask_lengths(mask, cached.rows, cached.seen)
+    rows, seen, origin = (torch.tensor(list(counts)).unsqueeze(1) for counts in (cached.rows, cached.seen, origins))
+    lo, hi = sequence_intervals(mask, torch.arange(cached.q.shape[2]).unsqueeze(0), rows, seen)
     lo, hi = ((end - origin).clamp(min=0).to(torch.int32) for end in (lo, hi))
     return lo, hi
 
@@ -69,10 +77,12 @@ def _block_by_block(call: Call, lo: Tensor, hi: Tensor, storage: Storage, name: 
     longest sequence sees would round differently beside a longer neighbour. A block without a key that a sequence sees
     merges into it as nothing.
     """
-    sees = lo < hi
-    if not bool(sees.any()):
-        return empty_result(call)
-    first, last = int(lo[sees].min()), int(hi[sees].max())
+    first, last = 0, call.k.shape[2]
+    if has_values(lo):
+        sees = lo < hi
+        if not bool(sees.any()):
+            return empty_result(call)
+        first, last = int(lo[sees].min()), int(hi[sees].max())
     lo, hi = (end.to(call.q.device).unsqueeze(-1) for end in (lo, hi))  # (B, Lq, 1)
     states: AttentionState | None = None
     for start in range(first // BLOCK * BLOCK, last, BLOCK):
@@ -80,7 +90,7 @@ def _block_by_block(call: Call, lo: Tensor, hi: Tensor, storage: Storage, name: 
         j = torch.arange(start, start + BLOCK, device=call.q.device)
         visible = ((j >= lo) & (j < hi)).unsqueeze(1)  # (B, 1, Lq, BLOCK)
         part = replace(call, k=keys, v=values, visibility=Visibility(dense=visible), sinks=None)
-        block = AttentionState(*attention_op(part, True, name))
+        block = AttentionState(*attend(part, True, name, with_grad=False))
         states = block if states is None else merge(states, block)
     assert states is not None  # some row sees a key
     return states.finish(call.q.dtype, call.sinks)

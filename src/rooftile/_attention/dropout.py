@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["drop_below", "draw_seed", "keep_factor", "keep_mask", "philox"]
+__all__ = ["draw_seed", "drop_below", "keep_factor", "keep_mask", "philox"]
 
 _WORD = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57

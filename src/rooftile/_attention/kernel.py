@@ -43,6 +43,8 @@ class Kernel(ABC):
     name: str
     #: Whether its backward pass has a derivative of its own.
     differentiable_twice = False
+    #: Points of the contract that the kernel does not keep.
+    lacks: tuple[str, ...] = ()
 
     @abstractmethod
     def refusals(self, call: Call, needs_grad: bool) -> tuple[str, ...]:

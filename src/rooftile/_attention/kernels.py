@@ -10,12 +10,13 @@ from rooftile._attention.call import Call
 from rooftile._attention.kernel import Kernel
 from rooftile._attention.native import Native
 from rooftile._attention.reference import Reference
+from rooftile._attention.sdpa import Sdpa
 from rooftile._attention.tiled import Tiled
 from rooftile.errors import UsageError
 
 __all__ = ["AUTOMATIC", "KERNELS", "checked_names", "refusals", "select"]
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Native(), Tiled(), Reference())}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Native(), Tiled(), Reference(), Sdpa())}
 
 #: What "auto" stands for, in order.
 AUTOMATIC = ("native", "tiled")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from typing import NamedTuple
 
@@ -16,12 +17,15 @@ from rooftile._attention.call import Call
 from rooftile._attention.dropout import drop_below, keep_factor
 from rooftile.formats import native as formats_native
 
-__all__ = ["HAS_BACKWARD", "MISSING", "PATHS", "Pages", "PlanFields", "backward", "best_path", "forward", "plan"]
+__all__ = ["BF16_PATHS", "MISSING", "PATHS", "Pages", "PlanFields", "backward", "best_path", "forward", "plan"]
 
 #: Code paths by number, as the header names them.
 PATHS = ("portable", "avx2", "avx512", "avx512-bf16", "amx", "amx-software")
+#: Those whose products of bf16 operands are of bf16 themselves.
+BF16_PATHS = ("avx512-bf16", "amx", "amx-software")
 
 _ABI = 1
+_HOW_TO_GET_IT = "install g++ or clang and run pip install again"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # The structs as bytes, with the compiler's own alignment: five times as fast as filling ctypes fields one by one, which
@@ -44,7 +48,7 @@ _ABSENT = (0, 0, 0, 0, 0)
 
 
 class Pages(NamedTuple):
-    """A paged cache: ``table`` int32 (B, pages of a sequence), contiguous rows; ``size`` keys a page; ``kv_len`` keys."""
+    """A paged cache: ``table`` int32 (B, pages of a sequence), contiguous rows; keys of a page; keys of the longest."""
 
     table: Tensor
     size: int
@@ -67,7 +71,8 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     """The library, or why there is none."""
     state = formats_native.status()
     if not state.available:
-        return None, state.reason.partition(";")[0]
+        reason = state.reason.partition(";")[0]
+        return None, reason if state.path or os.environ.get("ROOFTILE_NATIVE") else f"{reason}; {_HOW_TO_GET_IT}"
     library = ctypes.CDLL(state.path)
     if not hasattr(library, "rooftile_attention_abi"):
         return None, f"{state.path} has no attention: reinstall rooftile"
@@ -75,16 +80,13 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
     if found != _ABI:
         return None, f"{state.path} speaks attention ABI {found}, this package {_ABI}: reinstall rooftile"
     library.rooftile_attention_forward.argtypes = (ctypes.c_char_p,)
-    if hasattr(library, "rooftile_attention_backward"):
-        library.rooftile_attention_backward.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-    if hasattr(library, "rooftile_attention_plan"):
-        library.rooftile_attention_plan.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
+    library.rooftile_attention_backward.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+    library.rooftile_attention_plan.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
     return library, ""
 
 
 # Opened when this module is: a constant that torch.compile can read, and never a surprise in the middle of a step.
 _LIBRARY, MISSING = _open()
-HAS_BACKWARD = hasattr(_LIBRARY, "rooftile_attention_backward")
 
 
 def _loaded() -> ctypes.CDLL:

@@ -26,9 +26,7 @@ class Native(Kernel):
         q = call.q
         reasons = []
         if library.MISSING:
-            reasons.append(f"it is {library.MISSING}; install a C++17 compiler (g++ or clang) and reinstall rooftile")
-        elif needs_grad and not library.HAS_BACKWARD:
-            reasons.append("the library that is installed has no backward pass; reinstall rooftile")
+            reasons.append(f"it is {library.MISSING}")
         if q.device.type != "cpu":
             reasons.append(f"it runs on CPUs, and q is on {q.device}")
         if q.dtype not in _DTYPES:
@@ -54,9 +52,11 @@ class Native(Kernel):
         return backward(call, out, lse, dout, dlse, wanted)
 
     def contract(self, call: Call) -> Contract:
-        """Accumulators and statistics are fp32."""
+        """Accumulators and statistics are fp32; paths with bf16 products round P to bf16, the others widen first."""
         stored = str(call.q.dtype).removeprefix("torch.")
-        return Contract(stored, stored, "float32", stored, "the same bits for any number of threads")
+        narrow = call.q.dtype == torch.bfloat16 and library.PATHS[library.plan(call).path] in library.BF16_PATHS
+        product = "bfloat16" if narrow else "float32"
+        return Contract(stored, product, "float32", stored, "the same bits for any number of threads")
 
     def plan(self, call: Call) -> Plan:
         """What the library says that it would do."""
@@ -65,9 +65,7 @@ class Native(Kernel):
         return Plan(library.PATHS[found.path] + split, found.q_tile, found.kv_tile, found.scores)
 
 
-def forward(
-    call: Call, path: int = -1, threads: int | None = None, fp32_out: bool = False
-) -> tuple[Tensor, Tensor]:
+def forward(call: Call, path: int = -1, threads: int | None = None, fp32_out: bool = False) -> tuple[Tensor, Tensor]:
     """The forward pass on a path and a number of threads: what tests force."""
     out, lse = empty_output(call.q, call.v, torch.float32 if fp32_out else None)
     library.forward(call, out, lse, path, threads)
@@ -92,10 +90,7 @@ def backward(
         dout = dout.to(q.dtype)
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous()
-    nothing = q.new_empty(0)
-    dq = torch.empty_like(q) if wanted[0] else nothing
-    dk = torch.empty_like(k) if wanted[1] else nothing
-    dv = torch.empty_like(v) if wanted[2] else nothing
+    dq, dk, dv = (torch.empty_like(x) if want else x.new_empty(0) for x, want in zip((q, k, v), wanted, strict=False))
     dbias = torch.zeros(bias.shape, dtype=torch.float32) if wanted[3] and bias is not None else None
     library.backward(
         call, out, lse, dout, dlse,
@@ -105,8 +100,8 @@ def backward(
         dq,
         dk,
         dv,
-        nothing if dbias is None or bias is None else torch.empty_like(bias).copy_(dbias),
-        _sink_gradient(sinks, out, lse, dout, dlse) if wanted[4] and sinks is not None else nothing,
+        q.new_empty(0) if dbias is None or bias is None else torch.empty_like(bias).copy_(dbias),
+        _sink_gradient(sinks, out, lse, dout, dlse) if wanted[4] and sinks is not None else q.new_empty(0),
     )
 
 

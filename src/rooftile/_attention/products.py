@@ -13,8 +13,8 @@ __all__ = ["finite", "visible_product"]
 
 
 def finite(x: Tensor) -> bool:
-    """Whether no element is NaN or infinite: a sum of magnitudes would overflow, a minimum and maximum do not."""
-    return x.numel() == 0 or bool(x.isfinite().all())
+    """Whether no element is NaN or infinite; False under a function transform, where nobody can look."""
+    return not torch._C._are_functorch_transforms_active() and bool(x.isfinite().all())
 
 
 def visible_product(a: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ class Reference(Kernel):
     name = "reference"
     differentiable_twice = True
 
-    def refusals(self, call: Call, needs_grad: bool) -> tuple[str, ...]:  # noqa: ARG002
+    def refusals(self, call: Call, needs_grad: bool) -> tuple[str, ...]:
         """It takes every call."""
         return ()
 
@@ -55,12 +55,12 @@ class Reference(Kernel):
 
     def backward(
         self, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, wanted: list[bool]
-    ) -> Gradients:  # noqa: ARG002
+    ) -> Gradients:
         """dS = P (dP - D), D = rowsum(P dP) - dLSE: a function of the inputs and of dout and dlse alone."""
         q, k, v = call.q.to(call.accumulator), _per_query_head(call.k, call), _per_query_head(call.v, call)
         soft = _softmax(call)
         total = soft.weights.sum(-1, keepdim=True) + _sink_weight(call, soft)
-        p = soft.weights / _divisor(total, soft)
+        p = torch.where(soft.visible, soft.weights / _divisor(total, soft), 0)  # a sum of NaN stays with what is seen
         dv = torch.zeros_like(v)
         dp = torch.zeros_like(p)
         if dout is not None:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from rooftile.errors import UsageError
 from rooftile.masks import Mask
 from rooftile.masks.positional import Positional
 
-__all__ = ["check_mask", "check_mask_lengths", "sequence_intervals"]
+__all__ = ["check_mask", "check_mask_lengths", "has_values", "sequence_intervals"]
 
 
 def check_mask(mask: object, what: str, instead: str) -> None:
@@ -48,6 +49,11 @@ def sequence_intervals(mask: Mask | None, i: Tensor, q_len: Tensor, kv_len: Tens
     lo, hi = (_inside(end, kv_len).expand(shape) for end in (lo, hi))
     real = i < q_len
     return torch.where(real, lo, 0), torch.where(real, hi, 0)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether there are values to look at: neither on meta nor of a fake tensor."""
+    return x.device.type != "meta" and not is_fake(x)
 
 
 def _inside(end: Tensor | int, kv_len: Tensor) -> Tensor:

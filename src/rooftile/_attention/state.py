@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rooftile._attention.arguments import checked_call
+from rooftile._attention.eager import attend
 from rooftile._attention.function import needs_grad
 from rooftile._attention.kernels import select
-from rooftile._attention.operators import attention_op
 from rooftile.errors import UsageError
 from rooftile.masks import Mask
 
@@ -82,7 +82,8 @@ class AttentionState:
                 "once"
             )
         call = checked_call(q, k, v, mask, bias, scale, softcap, None, 0.0, None)
-        return cls(*attention_op(call, True, select(kernel, call, needs_grad(q, k, v, bias))))
+        with_grad = needs_grad(q, k, v, bias)
+        return cls(*attend(call, True, select(kernel, call, with_grad), with_grad))
 
     def merge(self, other: AttentionState) -> AttentionState:
         """The state over the keys of both; they must not share a key, which would count twice."""

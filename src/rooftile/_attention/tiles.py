@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile._attention.call import Call
 
-__all__ = ["KEY_TILE", "ROW_TILE", "Tile", "tiles_of"]
+__all__ = ["KEY_TILE", "ROW_TILE", "Tile", "row_tiles", "tiles_of"]
 
 #: Rows and keys of a tile: with 8 heads its fp32 scores are 2 MiB. Fewer rows leave room for more keys.
 ROW_TILE = 128
@@ -50,21 +50,23 @@ class Tile:
         return shown
 
 
+def row_tiles(q_len: int, kv_len: int) -> Iterator[Tile]:
+    """All keys of a tile of rows at a time, masked throughout."""
+    for start in range(0, q_len, ROW_TILE):
+        yield Tile(slice(start, min(start + ROW_TILE, q_len)), slice(0, kv_len), True)
+
+
 def tiles_of(call: Call) -> Iterator[tuple[slice, list[Tile]]]:
     """Each tile of rows with the key tiles that any of its rows, in any sequence, sees."""
     q_len, kv_len = call.q.shape[2], call.k.shape[2]
     key_tile = min(_LONGEST_KEY_TILE, max(KEY_TILE, KEY_TILE * ROW_TILE // max(q_len, 1)))
     see = call.visibility
-    lows = highs = None
-    if see.lo is not None and see.hi is not None:
-        lows, highs = see.lo.tolist(), see.hi.tolist()  # one look from the host, before the first tile
+    # One look from the host, before the first tile; without intervals every row is [0, Lk).
+    lows = [[0] * q_len] if see.lo is None else see.lo.tolist()
+    highs = [[kv_len] * q_len] if see.hi is None else see.hi.tolist()
     for start in range(0, q_len, ROW_TILE):
         rows = slice(start, min(start + ROW_TILE, q_len))
-        if lows is None or highs is None:
-            bounds = (0, kv_len, 0, kv_len)
-        else:
-            bounds = _bounds(lows, highs, rows, kv_len)
-        first, last, all_from, all_to = bounds
+        first, last, all_from, all_to = _bounds(lows, highs, rows, kv_len)
         tiles = []
         for key in range(first // key_tile * key_tile, last, key_tile):
             keys = slice(max(key, first), min(key + key_tile, last))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rooftile._attention.arguments import checked_call, short
+from rooftile._attention.eager import attend
 from rooftile._attention.function import needs_grad
 from rooftile._attention.kernels import select
-from rooftile._attention.operators import attention_op
-from rooftile._attention.sequences import check_mask, check_mask_lengths, sequence_intervals
+from rooftile._attention.sequences import check_mask, check_mask_lengths, has_values, sequence_intervals
 from rooftile.errors import UsageError
 from rooftile.masks import Mask, Visibility
 
@@ -83,7 +83,8 @@ def attention_varlen(
         check_mask(mask, "attention_varlen", "the offsets already say where each sequence ends")
         _check_alignment(mask, cu_seqlens_q.diff(), cu_seqlens_k.diff())
     call = replace(call, visibility=_visibility(mask, cu_seqlens_q.long(), cu_seqlens_k.long(), q.shape[0]))
-    out, lse = attention_op(call, False, select(kernel, call, needs_grad(q, k, v, sinks)))
+    with_grad = needs_grad(q, k, v, sinks)
+    out, lse = attend(call, False, select(kernel, call, with_grad), with_grad)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
@@ -117,7 +118,7 @@ def _check_offsets(name: str, offsets: object, tokens: Tensor) -> None:
     if torch.compiler.is_compiling():
         rising = (offsets.diff() >= 0).all() & (offsets[0] == 0) & (offsets[-1] == tokens.shape[0])
         torch._assert_async(rising, f"{name} must rise from 0 to the number of tokens")
-    elif _has_values(offsets):
+    elif has_values(offsets):
         _check_values(name, offsets.tolist(), tokens.shape[0])
 
 
@@ -148,10 +149,5 @@ def _check_alignment(mask: Mask, lengths_q: Tensor, lengths_k: Tensor) -> None:
         longest = max([getattr(part, "length", 0) for part in mask.parts])
         short_of = (lengths_q > 0) & (lengths_k < longest)
         torch._assert_async(~short_of.any(), "the prefix is longer than the keys of a sequence")
-    elif _has_values(lengths_q):
+    elif has_values(lengths_q):
         check_mask_lengths(mask, lengths_q.tolist(), lengths_k.tolist())
-
-
-def _has_values(x: Tensor) -> bool:
-    """Whether there are values to look at: not on meta, and not in a fake tensor."""
-    return x.device.type != "meta" and not torch._C._len_torch_dispatch_stack()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rooftile.capture.options import CaptureOptions
 from rooftile.capture.step import Step
 from rooftile.errors import UsageError
+from rooftile.masks import Mask
 
 __all__ = [
     "KV_CACHE_ARGUMENTS",
@@ -125,6 +126,9 @@ def copy_step(step: Step, precision: str, device: str) -> Step:
                 # Tables that are computed at construction (rotary angles) keep their precision.
                 own = None if name in module._non_persistent_buffers_set else dtype
                 memo.setdefault(id(buffer), _new_tensor(buffer, own, device))
+        for held in vars(module).values():
+            for tensor in held.tensors if isinstance(held, Mask) else ():
+                memo.setdefault(id(tensor), _new_tensor(tensor, None, device))
     try:
         model = copy.deepcopy(step.model, memo)
         optimizer = step.optimizer

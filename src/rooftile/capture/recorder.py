@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rooftile.capture.modules import ModuleTracker
 from rooftile.capture.policy.workspaces import Workspaces
 from rooftile.capture.trace import Call, Op, Phase, Role, Storage, TensorMeta
+from rooftile.capture.visible import INTERVAL_OPERATORS, visible_keys
 
 __all__ = ["Recorder", "describe"]
 
@@ -138,6 +139,8 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, _StorageRef] = {}
         self._composite: dict[Any, bool] = {}
         self._ignored: dict[Any, bool] = {}
+        self._intervals: dict[Any, int] = {}
+        self._visible: dict[int, tuple[tuple[str, Any], ...]] = {}  # by the storage of the intervals' first ends
         self._host: set[int] = set()
         self._op_phase: Phase = "forward"  # of the operator that is being recorded, with its module: a storage's birth
         self._op_module = ""
@@ -207,6 +210,11 @@ class Recorder(TorchDispatchMode):
         outputs: list[int] = []
         spec = self._spec(args, inputs, -1)
         named = tuple([(k, self._spec((v,), inputs, -1)[0]) for k, v in kwargs.items()]) if kwargs else ()
+        q_at = self._intervals.get(func)
+        if q_at is None:
+            q_at = self._intervals[func] = INTERVAL_OPERATORS.get(str(func), -1)
+        if q_at >= 0:
+            named += self._visible_keys(args, q_at)
         if self._host and inputs and inputs[0] in self._host:
             self._host.update(inputs)
             return
@@ -226,6 +234,16 @@ class Recorder(TorchDispatchMode):
                 storages[i].read_in_backward = True
         for name, nbytes in self._scratch[id(call)]:
             self._add_workspace(name, nbytes, now, module, phase)
+
+    def _visible_keys(self, args: tuple[Any, ...], q_at: int) -> tuple[tuple[str, Any], ...]:
+        """What the intervals say; the backward pass's are those of the forward pass, whose mask is gone."""
+        lo = args[q_at + 3]
+        if not isinstance(lo, Tensor):
+            return visible_keys(args, q_at)
+        storage = self.storage_id(lo, describe(lo), -1)
+        if storage not in self._visible:
+            self._visible[storage] = visible_keys(args, q_at)
+        return self._visible[storage]
 
     def _add_workspace(self, name: str, nbytes: int, now: int, module: str, phase: Phase) -> None:
         live = _Live(len(self.storages), nbytes, now, module, phase, TensorMeta((nbytes,), (1,), "uint8"))

@@ -29,6 +29,7 @@ from rooftile.capture.policy.optimizers import build_optimizer, initialise_state
 from rooftile.capture.runner import LOSS_SCALE, Progress, Runner
 from rooftile.capture.step import Step
 from rooftile.capture.trace import Op, Trace
+from rooftile.capture.visible import assumptions, exact_attention_calls
 from rooftile.errors import RooftileError, UsageError
 from rooftile.lowp.masters import MasterWeights
 
@@ -171,6 +172,10 @@ def _attempt(step: Step, device: Device, options: CaptureOptions, say: Progress,
         ops, storages = runner.run()
         lap("step")
     settings = _settings(step, own, device, options, precision, optimizer_name, mode, runner)
+    settings["attention_decision"] += exact_attention_calls(ops)
+    assumed = assumptions(ops)
+    if assumed:
+        notes.append(assumed)
     settings["seconds"] = seconds
     if mode != "live" and any(
         t.layout != "strided" for call in {id(o.call): o.call for o in ops}.values() for t in call.inputs

@@ -23,6 +23,7 @@ __all__ = [
     "ITEMSIZE",
     "PHASES",
     "ROLES",
+    "VISIBLE_ROWS",
     "Call",
     "Op",
     "Phase",
@@ -58,6 +59,10 @@ ITEMSIZE: dict[str, int] = {
     "complex32": 4, "complex64": 8, "complex128": 16,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1,
 }  # fmt: skip
+
+
+#: Query rows of one entry of a Call's ``visible_keys``: those of a tile, by which costs are counted.
+VISIBLE_ROWS = 128
 
 
 class TensorMeta(NamedTuple):
@@ -103,6 +108,7 @@ class Call(NamedTuple):
     Tensors stand as :class:`TensorMeta`, lists as tuples, dtypes, layouts and devices as strings; ``kwargs`` is a
     tuple of ``(name, value)`` pairs. Arguments left at their default are absent, exactly as the dispatcher passes them.
     ``operator`` is the full name with overload, such as ``aten.mm.default`` or ``rooftile.tiled_attention.default``.
+    What a capture knows of a call besides is among ``kwargs`` too (:mod:`rooftile.capture.visible`).
     """
 
     operator: str

@@ -17,14 +17,14 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import audit, devices, explain, formats, inspect, score, show
+from rooftile.cli import audit, bench, devices, explain, formats, inspect, score, show
 from rooftile.cli.streams import prepare
 from rooftile.errors import RooftileError
 
 __all__ = ["app", "main", "run"]
 
 #: Each has ``register(app)``.
-VERBS = (audit, show, explain, devices, formats, inspect, score)
+VERBS = (audit, show, explain, devices, formats, inspect, score, bench)
 
 INTERRUPTED = 130  # 128 + SIGINT, what shells give
 

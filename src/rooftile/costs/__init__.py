@@ -9,6 +9,7 @@ from rooftile.costs import (  # noqa: F401  (imported for the formulas that they
     communication,
     convolution,
     elementwise,
+    exact_attention,
     indexing,
     loss,
     low_precision,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rooftile.capture.trace import ITEMSIZE, Op, TensorMeta, Trace
+from rooftile.costs.operands import keyword
 from rooftile.ledgers.causality import Causality, MaskOrigins
 from rooftile.ledgers.materialized import MaterializedAttention, operator_name
 from rooftile.ledgers.stretched import stretched_copies
@@ -137,6 +138,8 @@ def _first_calls(ops: Sequence[Op]) -> Iterator[Op]:
 
 def _tiled_causality(op: Op, masks: MaskOrigins) -> Causality | None:
     """Declared to the operator, or by a mask with a row for each query."""
+    if operator_name(op.call.operator) == "attention":
+        return _interval_causality(op, masks)
     causal_at = 5 if operator_name(op.call.operator) == "tiled_attention" else 4
     if bool(op.call.argument(causal_at, "is_causal", False)):
         return "derived"
@@ -144,6 +147,17 @@ def _tiled_causality(op: Op, masks: MaskOrigins) -> Causality | None:
     if not isinstance(bias, TensorMeta) or bias.shape[-2] == 1 or bias.stride[-2] == 0:
         return None
     return masks.of(op.inputs[3], bias.shape[-2], bias.shape[-1])
+
+
+def _interval_causality(op: Op, masks: MaskOrigins) -> Causality | None:
+    """Of ``rooftile::attention``: by the mask that its intervals were made from, or by a dense mask."""
+    if keyword(op.call, "visible_causal", False):
+        return "derived"
+    before = sum(isinstance(op.call.argument(at, ""), TensorMeta) for at in range(5))
+    dense = op.call.argument(5, "dense")
+    if not isinstance(dense, TensorMeta) or dense.shape[-2] == 1 or dense.stride[-2] == 0:
+        return None
+    return masks.of(op.inputs[before], dense.shape[-2], dense.shape[-1])
 
 
 def _tiled_layer(op: Op, producers: dict[int, TensorMeta]) -> _Layer:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 
-__all__ = ["Both", "Interval", "Mask", "Visibility"]
+__all__ = ["Both", "Interval", "Mask", "Visibility", "mask_of"]
 
 #: ``lo`` and ``hi`` of every row, broadcastable to (B, Lq); not yet inside ``[0, Lk]``.
 Interval = tuple[Tensor | int, Tensor | int]
@@ -23,7 +24,7 @@ class Visibility:
     """A mask as the kernels read it.
 
     ``lo`` and ``hi``: int32 (B or 1, Lq), inside ``[0, Lk]``, non-decreasing over the rows that see a key; both None:
-    every row sees all keys. ``dense``: bool, broadcastable to (B, Hq, Lq, Lk), False hides the pair; None: no such mask.
+    every row sees all keys. ``dense``: bool, broadcastable to (B, Hq, Lq, Lk), False hides the pair; None: none.
     """
 
     lo: Tensor | None = None
@@ -61,8 +62,8 @@ class Mask(ABC):
         """Sequences that the mask speaks of one by one; None: it is the same for all."""
         return None
 
-    def check_lengths(self, q_len: int, kv_len: int) -> None:
-        """Refuse lengths that the mask doesn't fit, with a :class:`UsageError`; values of tensors are looked at later."""
+    def check_lengths(self, q_len: int, kv_len: int) -> None:  # noqa: B027
+        """Refuse lengths that the mask doesn't fit, with a :class:`UsageError`; values of tensors come later."""
 
     @abstractmethod
     def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
@@ -72,7 +73,7 @@ class Mask(ABC):
     def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval | None:
         """The keys ``[lo, hi)`` that row ``i`` of its sequence sees, elementwise; None: the mask is no interval."""
 
-    def check_values(self, q_len: int, kv_len: int) -> None:
+    def check_values(self, q_len: int, kv_len: int) -> None:  # noqa: B027
         """Refuse tensors whose values don't fit the lengths."""
 
     def dense_part(self) -> Tensor | None:
@@ -91,8 +92,10 @@ class Mask(ABC):
 
     def visibility(self, q_len: int, kv_len: int, device: torch.device) -> Visibility:
         """What the kernels read, for ``q_len`` queries and ``kv_len`` keys; kept, so the layers of a model share it."""
-        if torch.compiler.is_compiling() or not _plain():
+        if torch.compiler.is_compiling():
             return _visibility(self, q_len, kv_len, device)
+        if not _plain():
+            return _signed(self, _visibility(self, q_len, kv_len, device))
         if not self.tensors:
             return _static(self, q_len, kv_len, device)
         if any(t.is_inference() for t in self.tensors):  # no version to tell whether the values are still the same
@@ -158,7 +161,8 @@ class Both(Mask):
 
     def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval | None:
         """The intersection of the parts' intervals."""
-        found = [pair for mask in self.masks if (pair := mask.interval(i, q_len, kv_len)) is not None]
+        pairs = [mask.interval(i, q_len, kv_len) for mask in self.masks]
+        found = [pair for pair in pairs if pair is not None]
         if not found:
             return None
         lo, hi = found[0]
@@ -168,8 +172,12 @@ class Both(Mask):
 
     def dense_part(self) -> Tensor | None:
         """The dense parts' intersection."""
-        found = [part for mask in self.masks if (part := mask.dense_part()) is not None]
+        given = [mask.dense_part() for mask in self.masks]
+        found = [part for part in given if part is not None]
         return functools.reduce(torch.logical_and, found) if found else None
+
+
+_pytree.register_dataclass(Both)
 
 
 def contradiction(mask: Mask, other: Mask) -> str:
@@ -216,6 +224,21 @@ def _visibility(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Vi
     return Visibility(lo.contiguous(), hi.contiguous(), mask.dense_part())
 
 
+_SIGNATURE = "rooftile_mask"
+
+
+def _signed(mask: Mask, see: Visibility) -> Visibility:
+    """Who watches operators gets tensors, perhaps without values; an audit asks their mask what they say."""
+    if see.lo is not None:
+        setattr(see.lo, _SIGNATURE, mask)
+    return see
+
+
+def mask_of(lo: Tensor) -> Mask | None:
+    """The mask that ``lo`` was made from while operators were watched; None for any other tensor."""
+    return getattr(lo, _SIGNATURE, None)
+
+
 def _rows(end: Tensor | int, i: Tensor) -> Tensor:
     return torch.full_like(i, end) if isinstance(end, int) else end.expand(end.shape[0], i.shape[1])
 
@@ -226,9 +249,9 @@ def _materialised_once(mask: Mask, q_len: int, kv_len: int, device: torch.device
         return _visibility(mask, q_len, kv_len, device)
 
 
-_static = functools.lru_cache(maxsize=256)(_materialised_once)
+_static = functools.lru_cache(maxsize=64)(_materialised_once)
 
 
 def _plain() -> bool:
     """Whether operations run as themselves: no fake tensors, no function transform whose tensors must not be kept."""
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+    return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._are_functorch_transforms_active()

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 from rooftile.masks.base import Interval, Mask
@@ -60,21 +61,24 @@ class Padding(_Given):
         """One length a sequence."""
         return self.lengths.shape[0]
 
-    def check_values(self, q_len: int, kv_len: int) -> None:  # noqa: ARG002
+    def check_values(self, q_len: int, kv_len: int) -> None:
         """Every length lies inside the keys."""
+        fits = (self.lengths >= 0) & (self.lengths <= kv_len)
         _require(
-            ((self.lengths >= 0) & (self.lengths <= kv_len)).all(),
-            lambda: (
-                f"padding(lengths={self.lengths.tolist()}): every length must be from 0 to the {kv_len} keys that there are"
-            ),
+            fits.all(), lambda: f"padding of {kv_len} keys: lengths {self._beyond(kv_len)} must be from 0 to {kv_len}"
         )
 
-    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:  # noqa: ARG002
+    def _beyond(self, kv_len: int) -> str:
+        lengths = _unwrapped(self.lengths)
+        wrong = lengths[(lengths < 0) | (lengths > kv_len)].tolist()
+        return ", ".join(map(str, wrong[:4])) + (", ..." if len(wrong) > 4 else "")
+
+    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Key ``j`` is real."""
         lengths = self.lengths.view(-1, 1, 1, 1)
         return j < lengths if self.side == "right" else j >= kv_len - lengths
 
-    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:  # noqa: ARG002
+    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:
         """``[0, length)``, or ``[Lk - length, Lk)``."""
         lengths = self.lengths.to(torch.int64).unsqueeze(1)
         return (0, lengths) if self.side == "right" else (kv_len - lengths, _whole(kv_len))
@@ -117,8 +121,8 @@ class Documents(_Given):
         if q_ids.shape[1] != q_len or kv_ids.shape[1] != kv_len:
             hint = "; give kv_ids too where queries and keys differ" if self.kv_ids is None else ""
             raise UsageError(
-                f"documents of {q_ids.shape[1]} query ids and {kv_ids.shape[1]} key ids for {q_len} queries and {kv_len} "
-                f"keys: there must be one id each{hint}"
+                f"documents of {q_ids.shape[1]} query ids and {kv_ids.shape[1]} key ids for {q_len} queries and "
+                f"{kv_len} keys: there must be one id each{hint}"
             )
 
     def check_values(self, q_len: int, kv_len: int) -> None:
@@ -137,12 +141,12 @@ class Documents(_Given):
             lambda: f"{self}: the queries do not meet the documents in the order of the keys; {way_out}",
         )
 
-    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:  # noqa: ARG002
+    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Both ids are the same."""
         q_ids, kv_ids = self._ids()
         return q_ids[:, None, :, None] == kv_ids[:, None, None, :]
 
-    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:  # noqa: ARG002
+    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:
         """The run of keys with the row's id; rows are those of the whole sequence."""
         return self._run_of(*self._ids())
 
@@ -195,11 +199,11 @@ class Dense(_Given):
                 "or 1 in a 4-d mask"
             )
 
-    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:  # noqa: ARG002
+    def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """The pair's own entry."""
         return self.dense_part()
 
-    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> None:  # noqa: ARG002
+    def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> None:
         """No interval."""
         return
 
@@ -267,8 +271,17 @@ def _require(holds: Tensor, sentence: Callable[[], str]) -> None:
     """Refuse values of tensors: at once, or, in a graph that is only being recorded, when it runs."""
     if torch.compiler.is_compiling():
         torch._assert_async(holds, "a mask's values don't fit its lengths; run without torch.compile for the details")
-    elif holds.device.type != "meta" and not torch._C._len_torch_dispatch_stack() and not bool(holds):
+        return
+    holds = _unwrapped(holds)
+    if holds.device.type != "meta" and not torch._C._len_torch_dispatch_stack() and not bool(holds.all()):
         raise UsageError(sentence())
+
+
+def _unwrapped(t: Tensor) -> Tensor:
+    """Under vmap the values of every example at once."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
 
 
 def _runs(ids: Tensor) -> Tensor:
@@ -282,3 +295,7 @@ def _whole(kv_len: int | Tensor) -> int | Tensor:
 
 def _shown(t: Tensor) -> str:
     return f"<{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}>"
+
+
+for _mask in (Padding, Documents, Dense):  # an argument of an exported module: its tensors are inputs of the graph
+    _pytree.register_dataclass(_mask)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 from rooftile.masks.base import Interval, Mask
@@ -131,7 +132,7 @@ def window(
     if size is not None:
         if left is not None or right is not None:
             raise UsageError(
-                f"window({size}, left={left}, right={right}) says its size twice: give the number of keys, or left and right"
+                f"window({size}, left={left}, right={right}) says its size twice: give the number of keys, or both ends"
             )
         if _integer(size, "window", "size") < 1:
             raise UsageError(f"window({size}) shows no key: a window is a number of keys, at least 1")
@@ -166,3 +167,7 @@ def _integer(value: object, name: str, argument: str) -> int:
 
 def _said(align: str | None, before: str = "") -> str:
     return f"{before}align={align!r}" if align else ""
+
+
+for _mask in (Causal, Window, Prefix):  # an argument of an exported module: a constant of its graph
+    _pytree.register_constant(_mask)

@@ -22,7 +22,8 @@ def _check(context: Context) -> list[Finding]:
     scores = frozenset().union(*(a.scores for a in attention))
     after = memory(trace, without=scores)
     moved = sum(a.moved_bytes for a in attention)
-    refusals = [d for d in trace.settings.get("attention_decision", ()) if d.get("materialized")]
+    decisions = trace.settings.get("attention_decision", ())
+    refusals = [d for d in decisions if d.get("materialized") and not str(d.get("kernel")).startswith("rooftile")]
     first = attention[0]
     evidence = (
         f"{plural(len(attention), 'module')} write {first.rows} x {first.columns} scores to memory; passes over "
@@ -53,9 +54,10 @@ def _why(attention: Sequence[MaterializedAttention], refusals: Sequence[dict[str
 
 
 def _response(refused: bool) -> str:
+    exact = "rooftile.attention (exact; compiled on CPUs, elsewhere in torch operations with linear memory)"
     if refused:
-        return "remove the reason above, or use an exact tiled kernel that takes this call"
-    return "call torch.nn.functional.scaled_dot_product_attention with the same mask and scale"
+        return f"remove the reason above, or call {exact}, which takes this call"
+    return f"call torch.nn.functional.scaled_dot_product_attention with the same mask and scale, or {exact}"
 
 
 RULE = Rule(

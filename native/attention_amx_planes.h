@@ -1,0 +1,112 @@
+// Numbers as sums of bf16 numbers, their planes: which products of planes make a product, and rows and columns split into planes.
+//
+// A row of planes holds 32 numbers of one plane, then the same 32 of the next one, in dwords of two neighbours.
+#pragma once
+
+#include "attention_tiles.h"
+
+namespace rooftile {
+namespace ROOFTILE_ISA {
+
+// Which planes of A and B are multiplied, the smallest products first. Rounding to nearest leaves |a1| <= 2^-8 |a0|.
+struct OneByOne {
+  static constexpr int kCount = 1, a[kCount] = {0}, b[kCount] = {0};
+};
+struct TwoByTwo {
+  static constexpr int kCount = 4, a[kCount] = {1, 1, 0, 0}, b[kCount] = {1, 0, 1, 0};
+};
+struct TwoByTwoUpper {
+  static constexpr int kCount = 3, a[kCount] = {1, 0, 0}, b[kCount] = {0, 1, 0};
+};
+
+// Scores: products with no error of their own, since an exponential makes the absolute error of a score a relative one of its
+// probability. Sums: an error far below the rounding of the probabilities.
+template <int Planes>
+struct PlanePairs;
+template <>
+struct PlanePairs<1> {
+  using Scores = OneByOne;
+  using Sums = OneByOne;
+};
+// fp16 numbers have 11 significant bits, so two planes of 8 hold them exactly. Sums leave out 2^-16 of a product, where a probability
+// as fp16 would have lost 2^-11 of it.
+template <>
+struct PlanePairs<2> {
+  using Scores = TwoByTwo;
+  using Sums = TwoByTwoUpper;
+};
+
+// The bf16 number nearest to each lane, in fp32.
+ROOFTILE_INLINE Vf nearest_bf16(Vf x) {
+  const Vu bits = (Vu)x;
+  return (Vf)((bits + set1(0x7fffu) + ((bits >> 16) & set1(1u))) & set1(0xffff0000u));
+}
+
+// Lanes of `low` and `high`, neighbours in one dword, plane by plane. Inf and NaN have lower planes of zero.
+template <int Planes>
+ROOFTILE_INLINE void split_neighbours(Vf low, Vf high, int64_t plane_step, uint32_t* to) {
+  for (int plane = 0; plane < Planes; ++plane) {
+    store(to + plane * plane_step, neighbours_bf16(low, high));
+    if (plane + 1 == Planes) return;
+    low = low - nearest_bf16(low);
+    high = high - nearest_bf16(high);
+    low = select((Vu)(low == low), low, Vf{});
+    high = select((Vu)(high == high), high, Vf{});
+  }
+}
+
+// One row in planes, zeros up to a multiple of 32.
+template <int Planes>
+void split_row(const char* from, const RowSource& rows, int64_t dim, int64_t plane_step, int64_t block, uint32_t* to) {
+  constexpr int64_t kNumbers = 32, kMostNumbers = 512;
+  float numbers[kMostNumbers];
+  const int64_t padded = round_up(dim, kNumbers);
+  read_row(from, rows.element_bytes, rows.dtype, dim, padded, numbers);
+  for (int64_t d = 0; d < padded; d += 2 * W) {
+    split_neighbours<Planes>(load(numbers + d), load(numbers + d + W), plane_step, to + d / kNumbers * block + d % kNumbers / 2);
+  }
+}
+
+// to[d] = (even[d], odd[d]) of one plane of two rows in planes; a null row is one of zeros.
+template <int Planes>
+void interleave_plane(const uint32_t* even, const uint32_t* odd, int plane, int64_t count, uint32_t* to) {
+  for (int64_t d = 0; d < count; d += 32) {
+    static constexpr uint16_t kZeros[32] = {};
+    const int64_t at = (d / 32 * Planes + plane) * 16;
+    interleave_rows(even == nullptr ? kZeros : reinterpret_cast<const uint16_t*>(even + at),
+                    odd == nullptr ? kZeros : reinterpret_cast<const uint16_t*>(odd + at), count - d < 32 ? count - d : 32, to + d);
+  }
+}
+
+// Makes operand A of a sum over rows: [column][row pair], 16 pairs of a plane at a time, zeros up to whole ones.
+template <int Planes>
+class ColumnPairs {
+ public:
+  ColumnPairs(int64_t columns, uint32_t* memory) : wide(round_up<int64_t>(columns, 16)), even(memory), odd(even + row_size(columns)),
+                                                   pairs(odd + row_size(columns)) {}
+  static int64_t row_size(int64_t columns) { return round_up<int64_t>(columns, 32) / 2 * Planes; }
+  static int64_t scratch(int64_t columns) { return 2 * row_size(columns) + Planes * 16 * round_up<int64_t>(columns, 16); }
+
+  // row_of(row, memory): a row in planes, there or written to `memory`.
+  template <typename RowOf>
+  void transpose(int64_t count, uint32_t* to, int64_t ld, RowOf row_of) const {
+    for (int64_t first = 0; first < count; first += 32, to += 16 * Planes) {
+      for (int64_t pair = 0; pair < 16; ++pair) {
+        const int64_t row = first + 2 * pair;
+        const uint32_t* first_row = row < count ? row_of(row, even) : nullptr;
+        const uint32_t* second_row = row + 1 < count ? row_of(row + 1, odd) : nullptr;
+        for (int plane = 0; plane < Planes; ++plane) {
+          interleave_plane<Planes>(first_row, second_row, plane, wide, pairs + (plane * 16 + pair) * wide);
+        }
+      }
+      for (int plane = 0; plane < Planes; ++plane) transpose_dwords(pairs + plane * 16 * wide, wide, 16, wide, to + plane * 16, ld);
+    }
+  }
+
+ private:
+  const int64_t wide;
+  uint32_t *even, *odd, *pairs;
+};
+
+}  // namespace ROOFTILE_ISA
+}  // namespace rooftile

@@ -1,0 +1,324 @@
+// The forward pass for few query rows: keys and values are read once, for all query heads of their kv group.
+//
+// Keys are split into chunks of a constant size, counted from key 0. A chunk's softmax is a partial state (O, m, l), and whoever
+// finishes the last chunk of a kv head merges them in key order (split-KV decode, Dao et al. 2023). So the bits of a row depend on
+// the keys that it sees and on nothing else: not on the capacity behind them, the rows beside it, where its pages lie, or the
+// number of threads.
+#pragma once
+
+#include "attention_columns.h"
+#include "attention_decode_layout.h"
+#include "attention_softmax.h"
+
+namespace rooftile {
+namespace ROOFTILE_ISA {
+
+constexpr int64_t kBlock = 64;  // keys whose rows stay in L1 while one pack of queries after the other meets them
+
+template <class Format>
+class DecodePass {
+ public:
+  static constexpr int64_t kGranule = W * Format::kVecs;  // columns of a load
+
+  static int64_t wide(int64_t dim) { return dim == 0 ? kGranule : round_up(dim, kGranule); }
+
+  DecodePass(const AttentionProblem& problem, char* shared, Arena* arena)
+      : p(problem), layout(problem, wide(problem.value_dim), shared), wide_q(wide(p.head_dim)), wide_v(wide(p.value_dim)),
+        packs((layout.rows + kPack - 1) / kPack) {
+    const int64_t widest = wide_q > wide_v ? wide_q : wide_v;
+    lanes = arena->take<LaneGroup>(1);
+    row_scratch = arena->take<float>(widest + W);
+    o = arena->take<float>(wide_v);
+    q = arena->take<float>(packs * kPack * wide_q);
+    s = arena->take<float>(packs * kPackScores);
+    l = arena->take<float>(packs * W);
+    visible = arena->take<uint32_t>(packs * kPackScores);
+    bias = arena->take<float>(kPackScores);
+    nothing = arena->take<char>(widest * 4);
+    copies = arena->take<char>(kBlock * widest * 4);
+    rows = arena->take<const char*>(kBlock);
+    ahead = arena->take<const char*>(kBlock);
+    if (arena->base == nullptr) return;
+    std::memset(nothing, 0, static_cast<size_t>(widest) * 4);
+    std::memset(static_cast<void*>(s), 0, static_cast<size_t>(packs * kPackScores) * 4);
+  }
+
+  void run(int64_t index) {
+    const DecodeLayout::Task task = layout.task(index);
+    fill_lanes(p, domain_of(p, task.b * p.kv_heads + task.kv_head), 0, lanes);
+    if (task.first_chunk < task.last_chunk) {
+      read_queries();
+      const RowSource k = key_source(p, p.k, task.b, task.kv_head), v = key_source(p, p.v, task.b, task.kv_head);
+      const int64_t end = task.last_chunk * kChunk < lanes->last ? task.last_chunk * kChunk : lanes->last;
+      for (int64_t chunk = task.first_chunk; chunk < task.last_chunk; ++chunk) {
+        Span keys;
+        keys.from = chunk * kChunk > lanes->first ? chunk * kChunk : lanes->first;
+        keys.count = ((chunk + 1) * kChunk < end ? (chunk + 1) * kChunk : end) - keys.from;
+        keys.left = end - keys.from;
+        keys.differ = p.dense.data != nullptr || p.bias.data != nullptr || !lanes->sees_all(keys.from, keys.from + keys.count);
+        const DecodeLayout::Part part = layout.part(task.b, task.kv_head, chunk);
+        score(k, v, keys);
+        for (int64_t pack = 0; pack < packs; ++pack) soften(pack, keys, part);
+        sum(k, v, keys, part);
+      }
+    }
+    if (layout.finish(task)) merge(task.b, task.kv_head);
+  }
+
+ private:
+  static constexpr int64_t kPackScores = kPack * kChunk + W;  // the last W: read with what lies before them, never used
+
+  struct Span {  // the keys of a chunk that any row sees
+    int64_t from, count;
+    int64_t left;  // from here to the end of the task
+    bool differ;   // in what rows see of them, or may
+  };
+
+  const AttentionProblem& p;
+  const DecodeLayout layout;
+  const int64_t wide_q, wide_v, packs;
+  LaneGroup* lanes;
+  float *row_scratch, *o, *q, *s, *l, *bias;
+  uint32_t* visible;
+  char *nothing, *copies;
+  const char **rows, **ahead;
+
+  // Rows of a pack, padded to a power of two: the lanes of a vector of scores are shared out among them.
+  int pack_rows(int64_t pack) const {
+    const int64_t left = layout.rows - pack * kPack;
+    return left > 2 ? 4 : static_cast<int>(left);
+  }
+
+  static bool in_place(const RowSource& source, int64_t dim) {
+    return source.element_bytes == bytes_of(source.dtype) && dim != 0 && dim % kGranule == 0;
+  }
+
+  void read_queries() {
+    std::memset(static_cast<void*>(q), 0, static_cast<size_t>(packs * kPack * wide_q) * 4);
+    for (int64_t row = 0; row < layout.rows; ++row) {
+      const RowSource source = source_of(p.q, p.dtype, lanes->b, lanes->head[row]);
+      read_row(source.row(lanes->query[row]), source.element_bytes, source.dtype, p.head_dim, p.head_dim, row_scratch);
+      for (int64_t d = 0; d < p.head_dim; ++d) q[row * wide_q + Format::column(d)] = row_scratch[d];
+    }
+  }
+
+  // Where rows [first, first + count) lie, then rows of zeros up to `padded`.
+  void point_at(const RowSource& source, int64_t first, int64_t count, int64_t padded, const char** to) const {
+    int64_t j = 0;
+    while (j < count) {  // page by page
+      const int64_t here = source.pages == nullptr ? count : source.page_size - (first + j) % source.page_size;
+      const char* at = source.row(first + j);
+      for (const int64_t end = here < count - j ? j + here : count; j < end; ++j, at += source.row_bytes) to[j] = at;
+    }
+    for (; j < padded; ++j) to[j] = nothing;
+  }
+
+  // The same for the products to read: rows whose elements are strided, or that end within a load, are copied.
+  void place(const RowSource& source, int64_t first, int64_t count, int64_t padded, int64_t dim) const {
+    point_at(source, first, count, padded, rows);
+    if (in_place(source, dim)) return;
+    const int64_t columns = wide(dim), row_bytes = columns * bytes_of(source.dtype);
+    for (int64_t j = 0; j < count; ++j) {
+      char* to = copies + j * row_bytes;
+      if (source.dtype == kFp32) {
+        read_row(rows[j], source.element_bytes, kFp32, dim, columns, reinterpret_cast<float*>(to));
+      } else {
+        read_row_raw(rows[j], source.element_bytes, dim, columns, reinterpret_cast<uint16_t*>(to));
+      }
+      rows[j] = to;
+    }
+  }
+
+  // s[key][row] of every pack. Meanwhile the same keys' values are fetched.
+  void score(const RowSource& k, const RowSource& v, const Span& keys) {
+    for (int64_t first = 0; first < keys.count; first += kBlock) {
+      const int64_t count = first + kBlock < keys.count ? kBlock : keys.count - first, padded = round_up<int64_t>(count, W);
+      place(k, keys.from + first, count, padded, p.head_dim);
+      point_at(v, keys.from + first, in_place(v, p.value_dim) ? count : 0, padded, ahead);
+      for (int64_t pack = 0; pack < packs; ++pack) {
+        const int r = pack_rows(pack);
+        const auto product = r == 1 ? score_keys<Format, 1> : r == 2 ? score_keys<Format, 2> : score_keys<Format, 4>;
+        product(rows, ahead, wide_q / kGranule, padded, q + pack * kPack * wide_q, wide_q, s + pack * kPackScores + first * r);
+      }
+    }
+  }
+
+  // Whether scores are stored as the definition has them; else they are still without their scale.
+  bool scaled() const { return p.softcap > 0.0f || p.bias.data != nullptr || p.scale <= 0.0f; }
+
+  // Scores of a pack become probabilities against their own maximum.
+  void soften(int64_t pack, const Span& keys, DecodeLayout::Part part) {
+    const int r = pack_rows(pack);
+    const int64_t padded = round_up<int64_t>(keys.count, W);
+    float* scores = s + pack * kPackScores;
+    const uint32_t* shown = visible + pack * kPackScores;
+    const bool masked = keys.differ || padded != keys.count;
+    if (masked) look(pack, keys, padded, part);
+    if (scaled()) cap(scores, padded * r);
+    Vf top = set1(-kInfinity);
+    for (int64_t i = 0; i < padded * r; i += W) {
+      Vf x = load(scores + i);
+      if (masked) {
+        x = select(load(shown + i), x, set1(-kInfinity));
+        store(scores + i, x);
+      }
+      top = max_or_second(x, top);
+    }
+    float m[W];
+    store(m, top);
+    for (int lane = r; lane < W; ++lane) m[lane % r] = m[lane] > m[lane % r] ? m[lane] : m[lane % r];
+    for (int lane = r; lane < W; ++lane) m[lane] = m[lane % r];
+    for (int row = 0; row < r && pack * kPack + row < layout.rows; ++row) {
+      part.m[pack * kPack + row] = m[row];
+      if (!masked) part.seen[pack * kPack + row] = 1;
+    }
+    top = load(m);
+    const Vf shift = select((Vu)(top == set1(-kInfinity)), Vf{}, top), c = set1((scaled() ? 1.0f : p.scale) * kLog2E);
+    for (int64_t i = 0; i < padded * r; i += W) store(scores + i, exp2_lanes((load(scores + i) - shift) * c));
+  }
+
+  void cap(float* scores, int64_t count) const {
+    for (int64_t i = 0; i < count; i += W) {
+      Vf x = load(scores + i) * set1(p.scale);
+      if (p.softcap > 0.0f) x = set1(p.softcap) * tanh_lanes(x / set1(p.softcap));
+      if (p.bias.data != nullptr) x = x + load(bias + i);
+      store(scores + i, x);
+    }
+  }
+
+  // visible[key][row] and bias[key][row] of a pack, and which of its rows see any key.
+  void look(int64_t pack, const Span& keys, int64_t padded, DecodeLayout::Part part) {
+    const int r = pack_rows(pack);
+    uint32_t* shown = visible + pack * kPackScores;
+    for (int row = 0; row < r; ++row) {
+      const int lane = static_cast<int>(pack) * kPack + row;
+      uint32_t any = 0;
+      for (int64_t k = 0; k < padded; ++k) {
+        const int64_t j = keys.from + k;
+        bool sees = k < keys.count && lanes->lo[lane] <= j && j < lanes->hi[lane];
+        if (sees && p.dense.data != nullptr) sees = static_cast<const uint8_t*>(p.dense.data)[offset_of(p.dense, *lanes, lane, j)] != 0;
+        float value = 0.0f;
+        if (sees && p.bias.data != nullptr) {
+          const char* at = static_cast<const char*>(p.bias.data) + offset_of(p.bias, *lanes, lane, j) * bytes_of(p.bias_dtype);
+          value = read_element(at, p.bias_dtype);
+          sees = value != -kInfinity;
+        }
+        bias[k * r + row] = sees ? value : 0.0f;
+        shown[k * r + row] = sees ? ~0u : 0u;
+        any |= shown[k * r + row];
+      }
+      if (lane < layout.rows) part.seen[lane] = any;
+    }
+  }
+
+  // O and l of every pack. Meanwhile the next chunk's keys are fetched.
+  void sum(const RowSource& k, const RowSource& v, const Span& keys, DecodeLayout::Part part) {
+    std::memset(static_cast<void*>(part.o), 0, static_cast<size_t>(layout.padded_rows * layout.columns) * 4);
+    std::memset(static_cast<void*>(l), 0, static_cast<size_t>(packs * W) * 4);
+    const bool poisoned = keys.differ && has_poison(v, keys);
+    for (int64_t first = 0; first < keys.count; first += kBlock) {
+      const int64_t count = first + kBlock < keys.count ? kBlock : keys.count - first;
+      place(v, keys.from + first, count, count, p.value_dim);
+      const int64_t left = in_place(k, p.head_dim) ? keys.left - kChunk - first : 0;
+      point_at(k, keys.from + kChunk + first, left < 0 ? 0 : left < count ? left : count, count, ahead);
+      for (int64_t pack = 0; pack < packs; ++pack) {
+        if (poisoned) {
+          add_visible(pack, first, count, part.o);
+          continue;
+        }
+        const int r = pack_rows(pack);
+        const float* weights = s + pack * kPackScores + first * r;
+        float* to = part.o + pack * kPack * layout.columns;
+        if (r == 1) add<1>(rows, count, weights, to, l + pack * W);
+        if (r == 2) add<2>(rows, count, weights, to, l + pack * W);
+        if (r == 4) add<4>(rows, count, weights, to, l + pack * W);
+      }
+    }
+    for (int64_t row = 0; row < layout.rows; ++row) {
+      store(part.o + row * layout.columns + wide_v, set1(l[row / kPack * W + row % kPack]));
+    }
+  }
+
+  bool has_poison(const RowSource& v, const Span& keys) const {
+    for (int64_t j = keys.from; j < keys.from + keys.count; ++j) {
+      if (!row_finite(v, j, p.value_dim)) return true;
+    }
+    return false;
+  }
+
+  template <int R>
+  void add(const char* const* values, int64_t count, const float* weights, float* to, float* sums) const {
+    constexpr int kVecs = W / R < 8 ? W / R : 8;  // of a row of O, in registers
+    constexpr int kLoads = kVecs < Format::kVecs ? 1 : kVecs / Format::kVecs;
+    const int64_t loads = wide_v / kGranule;
+    for (int64_t i = 0; i < loads;) {
+      const bool whole = i + kLoads <= loads;
+      const auto product = i == 0 ? (whole ? add_values<Format, R, kLoads, true> : add_values<Format, R, 1, true>)
+                                  : (whole ? add_values<Format, R, kLoads, false> : add_values<Format, R, 1, false>);
+      product(values, ahead, i * Format::kBytes, count, weights, to + i * kGranule, layout.columns, sums);
+      i += whole ? kLoads : 1;
+    }
+  }
+
+  // Zero times a hidden value that is not finite would be NaN, so each row meets what it sees and nothing else. Rare, so slow.
+  void add_visible(int64_t pack, int64_t first, int64_t count, float* o) {
+    const int r = pack_rows(pack);
+    for (int64_t row = 0; row < r && pack * kPack + row < layout.rows; ++row) {
+      const char* seen[kBlock];
+      float weights[kBlock + W] = {}, sums[W] = {};
+      int64_t n = 0;
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = pack * kPackScores + (first + k) * r + row;
+        if (visible[at] == 0) continue;
+        weights[n] = s[at];
+        seen[n++] = rows[k];
+      }
+      sums[0] = l[pack * W + row];
+      add<1>(seen, n, weights, o + (pack * kPack + row) * layout.columns, sums);
+      l[pack * W + row] = sums[0];
+    }
+  }
+
+  // The partial states of a kv head in key order, and then the sinks.
+  void merge(int64_t b, int64_t kv_head) {
+    const float c = (scaled() ? 1.0f : p.scale) * kLog2E;
+    for (int64_t row = 0; row < layout.rows; ++row) {
+      float m = -kInfinity;
+      bool seen = false;
+      for (int64_t chunk = layout.first_chunk(b); chunk < layout.last_chunk(b); ++chunk) {
+        const DecodeLayout::Part part = layout.part(b, kv_head, chunk);
+        if (part.seen[row] == 0) continue;
+        seen = true;
+        m = part.m[row] > m ? part.m[row] : m;
+      }
+      const float shift = m == -kInfinity ? 0.0f : m;
+      std::memset(static_cast<void*>(row_scratch), 0, static_cast<size_t>(layout.columns) * 4);
+      for (int64_t chunk = layout.first_chunk(b); chunk < layout.last_chunk(b); ++chunk) {
+        const DecodeLayout::Part part = layout.part(b, kv_head, chunk);
+        if (part.seen[row] == 0) continue;
+        const Vf weight = exp2_lanes(set1((part.m[row] - shift) * c));
+        const float* o = part.o + row * layout.columns;
+        for (int64_t i = 0; i < layout.columns; i += W) store(row_scratch + i, fma(weight, load(o + i), load(row_scratch + i)));
+      }
+      close_row(row, seen, scaled() ? m : m * p.scale);
+    }
+  }
+
+  void close_row(int64_t row, bool seen, float m) {
+    const float l = row_scratch[wide_v];
+    float lse = !seen ? -kInfinity : l == 0.0f ? l / l : m + std::log(l), shrink = 1.0f;  // all visible scores -inf: 0 / 0
+    if (p.sinks != nullptr) add_sink(p.sinks[lanes->head[row]], &lse, &shrink);
+    if (p.lse != nullptr) p.lse[(lanes->b * p.q_heads + lanes->head[row]) * p.q_len + lanes->query[row]] = lse;
+    const int64_t size = bytes_of(p.out_dtype);
+    for (int64_t i = 0; i < wide_v; i += W) {
+      store(row_scratch + i, seen ? load(row_scratch + i) / set1(l) * set1(shrink) : Vf{});
+    }
+    for (int64_t d = 0; d < p.value_dim; ++d) o[d] = row_scratch[Format::column(d)];
+    write_row(static_cast<char*>(p.out.data) +
+                  (lanes->b * p.out.stride[0] + lanes->head[row] * p.out.stride[1] + lanes->query[row] * p.out.stride[2]) * size,
+              p.out.stride[3] * size, p.out_dtype, p.value_dim, o);
+  }
+};
+
+}  // namespace ROOFTILE_ISA
+}  // namespace rooftile

@@ -1,0 +1,18 @@
+"""The example of generation: with a cache the zoo's Llama gives the logits of its own forward pass."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generate_with_cache.py"
+
+
+@pytest.mark.parametrize("options", [[], ["--page-size", "16"]])
+def test_cached_generation_agrees_with_the_whole_forward(options, capsys):
+    spec = importlib.util.spec_from_file_location("generate_with_cache", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    difference = example.main(["--prompts", "3", "40", "--new-tokens", "6", *options])
+    assert difference < 1e-5
+    assert "prompt of   40 tokens" in capsys.readouterr().out
