@@ -157,9 +157,10 @@ ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path(); }
 
 ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
   if (!usable(*problem)) return -1;
-  if (const AttentionDecodePass* decode = decode_of(*problem)) return execute(*decode, *problem);
   const AttentionPass* pass = forward_of(*problem);
-  return pass == nullptr ? -2 : execute(*pass, *problem);
+  if (pass == nullptr) return -2;
+  const AttentionDecodePass* decode = decode_of(*problem);
+  return decode != nullptr ? execute(*decode, *problem) : execute(*pass, *problem);
 }
 
 ROOFTILE_API int32_t rooftile_attention_backward(const AttentionProblem* problem, const AttentionGradients* gradients) {
