@@ -95,8 +95,8 @@ const AttentionDecodePass* decode_of(const AttentionProblem& p) {
 #if defined(ROOFTILE_X86)
     case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::decode_passes[p.dtype] : nullptr;
     case kPathAvx512:
-    case kPathAvx512Bf16:
-    case kPathAmx: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
+    case kPathAvx512Bf16: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
+    case kPathAmx: return has_tiles() ? &avx512::decode_passes[p.dtype] : nullptr;
 #endif
     default: return nullptr;
   }
