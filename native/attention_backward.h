@@ -307,12 +307,35 @@ class BackwardPass {
     }
   }
 
+  // dS of the tile into the bias's gradient. Where the bias is broadcast over queries or keys, a tile's sum is taken in fp64 and
+  // added once: adding pair by pair into one fp32 cell would lose what a long sum loses.
   void add_dbias(int64_t from, int64_t count) {
     float* data = static_cast<float*>(grad.dbias.data);
-    for (int lane = 0; lane < block.lanes.rows; ++lane) {
-      float* row = data + offset_of(grad.dbias, block.lanes, lane, from);
-      for (int64_t k = 0; k < count; ++k) row[k * grad.dbias.stride[3]] += dp[k * kLanes + lane];
+    const LaneGroup& g = block.lanes;
+    const bool one_row = grad.dbias.stride[2] == 0 && (grad.dbias.stride[1] == 0 || !packs_heads(p)), one_key = grad.dbias.stride[3] == 0;
+    if (one_row && !one_key) {
+      for (int64_t k = 0; k < count; ++k) {
+        double sum = 0.0;
+        for (int lane = 0; lane < g.rows; ++lane) sum += static_cast<double>(dp[k * kLanes + lane]);
+        data[offset_of(grad.dbias, g, 0, from + k)] += static_cast<float>(sum);
+      }
+      return;
     }
+    double all = 0.0;
+    for (int lane = 0; lane < g.rows; ++lane) {
+      float* row = data + offset_of(grad.dbias, g, lane, from);
+      double sum = 0.0;
+      for (int64_t k = 0; k < count; ++k) {
+        if (one_key) {
+          sum += static_cast<double>(dp[k * kLanes + lane]);
+        } else {
+          row[k * grad.dbias.stride[3]] += dp[k * kLanes + lane];
+        }
+      }
+      if (one_key && !one_row) *row += static_cast<float>(sum);
+      all += sum;
+    }
+    if (one_key && one_row) data[offset_of(grad.dbias, g, 0, from)] += static_cast<float>(all);
   }
 
   void add_bad_pairs(int64_t at, int64_t count, bool masked, float* dq) {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rooftile import bench, capture, devices, formats, ledgers, lowp, masks, roofline, zoo
+    from rooftile import bench, capture, devices, formats, integrations, ledgers, lowp, masks, roofline, zoo
     from rooftile._attention import attention
     from rooftile._attention.kv_cache import KVCache, SlidingWindow
     from rooftile._attention.state import AttentionState, merge, merge_all
@@ -46,6 +46,7 @@ _PUBLIC = {
     "devices": "rooftile.devices",
     "flops": "rooftile.costs.flops",
     "formats": "rooftile.formats",
+    "integrations": "rooftile.integrations",
     "ledgers": "rooftile.ledgers",
     "lowp": "rooftile.lowp",
     "load_trace": "rooftile.capture.trace_file",
@@ -79,6 +80,7 @@ __all__ = [
     "devices",
     "flops",
     "formats",
+    "integrations",
     "ledgers",
     "load_trace",
     "lowp",

@@ -130,7 +130,8 @@ def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
     elif case.values == "constant":
         k, v = torch.full(shapes[1], 0.3), torch.full(shapes[2], 0.7)
     elif case.values == "outlier":
-        large = torch.where((channel == 1) | (channel == case.head_dim - 1), 100.0, 1.0)
+        factor = 100 * (case.head_dim / 64) ** 0.25  # for any head dim the scores of head dim 64
+        large = torch.where((channel == 1) | (channel == case.head_dim - 1), factor, 1.0)
         q, k, v = q * large, k * large, v * torch.where(torch.arange(value_dim) == 0, 100.0, 1.0)
     elif case.values != "gaussian":
         raise ValueError(f"no values called {case.values!r}")

@@ -11,8 +11,9 @@ A pair that is not visible takes part in no sum, so whatever its operands hold (
 
 Beside every value stands its *spread*: by how much, in units of a relative rounding error u, it moves when every
 product, score, exponential, sum and stored quantity on the way is off by an independent u of its own size (first order;
-independent errors add as squares, an error that a whole row shares adds as it stands). ``tolerance.py`` makes the
-round-off floor from it.
+independent errors add as squares, an error that a whole row shares adds as it stands). Its *operand spread* is the
+same for those roundings alone that 16-bit kernels make between their products: p before p v and p^T do, ds before ds k
+and ds^T q, and o, which d is computed from. ``tolerance.py`` makes the round-off floor from the two.
 """
 
 from __future__ import annotations
@@ -55,22 +56,28 @@ class Problem:
 
 @dataclass
 class Exact:
-    """By name ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"): the value and its spread."""
+    """By name ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks"): the value, and the squares of its two spreads."""
 
     value: dict[str, Array] = field(default_factory=dict)
     variance: dict[str, Array] = field(default_factory=dict)
-    p_norm: Array = field(default_factory=lambda: np.zeros(0))  # (B, Hq, Lq): the root of a row's sum of p^2
+    operand_variance: dict[str, Array] = field(default_factory=dict)
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
-        self.value[name], self.variance[name] = np.zeros(shape, dtype), np.zeros(shape, dtype)
+        for kind in (self.value, self.variance, self.operand_variance):
+            kind[name] = np.zeros(shape, dtype)
 
-    def add(self, name: str, at: Any, value: Array, variance: Array) -> None:
+    def add(self, name: str, at: Any, value: Array, variance: Array, operand_variance: Array) -> None:
         self.value[name][at] += value
         self.variance[name][at] += variance
+        self.operand_variance[name][at] += operand_variance
 
     def spread(self, name: str) -> Array:
         """Of the sum, and one u of the value itself."""
         return np.sqrt(self.variance[name]) + np.where(np.isfinite(self.value[name]), abs(self.value[name]), 0)
+
+    def operand_spread(self, name: str) -> Array:
+        """What rounding the operands of the second products adds."""
+        return np.sqrt(self.operand_variance[name])
 
 
 def array(tensor: Tensor, dtype: Any = np.float64) -> Array:
@@ -107,7 +114,6 @@ def exact(problem: Problem, dtype: Any = np.float64) -> Exact:
     result = Exact()
     result.zeros("out", (*problem.q.shape[:3], problem.v.shape[3]), dtype)
     result.zeros("lse", (batch, q_heads, q_len), dtype)
-    result.p_norm = np.zeros((batch, q_heads, q_len), dtype)
     for name, tensor in (("dq", problem.q), ("dk", problem.k), ("dv", problem.v)):
         result.zeros(name, tuple(tensor.shape), dtype)
     if problem.bias is not None:
@@ -119,7 +125,7 @@ def exact(problem: Problem, dtype: Any = np.float64) -> Exact:
             for h in range(q_heads):
                 _add_head(problem, result, b, h, dtype)
     if problem.bias is not None:  # a broadcast bias is one value used many times: its gradient is the sum
-        for kind in (result.value, result.variance):
+        for kind in (result.value, result.variance, result.operand_variance):
             axes = tuple(axis for axis, size in enumerate(problem.bias.shape) if size == 1)
             kind["dbias"] = kind["dbias"].sum(axis=axes, keepdims=True)
     return result
@@ -154,8 +160,9 @@ def _add_head(problem: Problem, result: Exact, b: int, h: int, dtype: Any) -> No
     empty = total == 0
     lse = np.where(empty, -np.inf, shift + np.log(np.where(empty, 1, total)))
     p, p_sink = (x / np.where(empty, 1, total) for x in (p, p_sink))
-    p_var = np.where(seen, p**2 * (1 + z_var), 0)  # of each probability by itself
-    row_var = p_var.sum(axis=1, keepdims=True) + np.where(empty, 0, 1 + lse**2)  # relative, shared by a row: the LSE's
+    # Of each probability by itself; and relative, shared by a row: its LSE's, and what equal scores round alike.
+    p_var = np.where(seen, p**2 * (1 + z_var), 0)
+    row_var = np.where(seen, p * (1 + z_var), 0).sum(axis=1, keepdims=True) + np.where(empty, 0, 1 + lse**2)
 
     # Output.
     kept = dtype(1)
@@ -163,34 +170,52 @@ def _add_head(problem: Problem, result: Exact, b: int, h: int, dtype: Any) -> No
         plane = b * problem.q.shape[1] + h
         kept = dropout_factor(problem.seed, problem.dropout_p, plane, len(q), len(k)).astype(dtype)
     out = _sum(p * kept, v, seen)
-    out_var = _sum(p_var * kept**2, v**2, seen) + out**2 * row_var
-    result.add("out", (b, h), out, out_var)
-    result.add("lse", (b, h), lse[:, 0], row_var[:, 0])
-    result.p_norm[b, h] = np.sqrt((p**2).sum(axis=1))
+    out_var = _sum(p_var * kept**2, v**2, seen)
+    result.add("out", (b, h), out, out_var + out**2 * row_var, _sum((p * kept) ** 2, v**2, seen))
+    result.add("lse", (b, h), lse[:, 0], row_var[:, 0], (p**2).sum(axis=1))
 
     # Gradients.
     dout = array(problem.dout[b, h], dtype)
     dlse = (np.zeros(len(q), dtype) if problem.dlse is None else array(problem.dlse[b, h], dtype))[:, None]
-    d = (dout * out).sum(axis=1, keepdims=True) - dlse
-    d_var = (dout**2 * (out_var + out**2)).sum(axis=1, keepdims=True) + dlse**2 + d**2
+    overlap = (dout * out).sum(axis=1, keepdims=True)
+    d = overlap - dlse
+    d_var = (dout**2 * (out_var + out**2)).sum(axis=1, keepdims=True) + overlap**2 * row_var + dlse**2 + d**2
     dp, dp_var = kept * (dout @ v.T), kept**2 * (dout**2 @ v.T**2)
     dz = np.where(seen, p * (dp - d), 0)
-    dz_var = np.where(seen, p_var * (dp - d) ** 2 + p**2 * (dp_var + dp**2) + dz**2 * row_var, 0)
+    d_var = d_var + np.where(seen, p * (dp_var + dp**2), 0).sum(axis=1, keepdims=True)  # what equal values round alike
+    dz_var = np.where(seen, p_var * (dp - d) ** 2 + p**2 * (dp_var + dp**2), 0)
     ds = np.where(seen, dz * slope, 0)
     ds_var = np.where(seen, dz_var * slope**2 + dz**2 * (2 * (1 - slope)) ** 2 * (1 + s_var), 0)
-    # A row has one error of d: over its keys it adds as it stands, over the rows of a key as squares.
-    d_row = _sum(p * slope, k, seen) ** 2 * d_var
-    d_pair = np.where(seen, (p * slope) ** 2 * d_var, 0)
-    result.add("dq", (b, h), scale * _sum(ds, k, seen), scale**2 * (_sum(ds_var, k**2, seen) + d_row))
-    dk_var = scale**2 * _sum((ds_var + d_pair).T, q**2, seen.T)
-    result.add("dk", (b, h // group), scale * _sum(ds.T, q, seen.T), dk_var)
-    dv_var = _sum(((p_var + p**2 * row_var) * kept**2).T, dout**2, seen.T)
-    result.add("dv", (b, h // group), _sum((p * kept).T, dout, seen.T), dv_var)
+    # A row shares its errors of d and of the LSE: over its keys they add as they stand, over a key's rows as squares.
+    dq, d_row = _sum(ds, k, seen), _sum(p * slope, k, seen) ** 2 * d_var
+    d_pair = np.where(seen, (p * slope) ** 2 * d_var + ds**2 * row_var, 0)
+    o_var = (dout**2 * out**2).sum(axis=1, keepdims=True)  # of d, by the rounding of the output alone
+    o_row, o_pair = d_row / np.where(d_var == 0, 1, d_var) * o_var, np.where(seen, (p * slope) ** 2 * o_var, 0)
+
+    dq_var, dq_operands = _sum(ds_var, k**2, seen) + d_row + dq**2 * row_var, _sum(ds**2, k**2, seen) + o_row
+    result.add("dq", (b, h), scale * dq, scale**2 * dq_var, scale**2 * dq_operands)
+    dk_var, dk_operands = (_sum(x.T, q**2, seen.T) for x in (ds_var + d_pair, ds**2 + o_pair))
+    result.add("dk", (b, h // group), scale * _sum(ds.T, q, seen.T), scale**2 * dk_var, scale**2 * dk_operands)
+    dv_var, dv_operands = (_sum((x * kept**2).T, dout**2, seen.T) for x in (p_var + p**2 * row_var, p**2))
+    result.add("dv", (b, h // group), _sum((p * kept).T, dout, seen.T), dv_var, dv_operands)
     if problem.bias is not None:
-        result.add("dbias", (b, h), dz, dz_var + np.where(seen, p**2 * d_var, 0))
+        shared_p, shared_dz = (_shared_by_rows(x, problem.bias) for x in (p, dz))
+        dbias_var = dz_var + shared_p * d_var + shared_dz * row_var
+        result.add("dbias", (b, h), dz, dbias_var, shared_p * o_var)
     if problem.sinks is not None:
         dsink_var = p_sink**2 * (d_var + d**2 * (1 + sink**2 + row_var))
-        result.add("dsinks", h, -(p_sink * d).sum(), dsink_var.sum())
+        result.add("dsinks", h, -(p_sink * d).sum(), dsink_var.sum(), (p_sink**2 * o_var).sum())
+
+
+def _shared_by_rows(x: Array, bias: Tensor) -> Array:
+    """What multiplies the variance of a row's error in its bias gradients: x^2, or (sum of x)^2 where keys share a
+    bias.
+    """
+    if bias.shape[3] != 1:
+        return x**2
+    shared = np.zeros_like(x)
+    shared[:, :1] = x.sum(axis=1, keepdims=True) ** 2  # in one place: the sum over the keys is taken later
+    return shared
 
 
 def as_tensor(values: Array) -> Tensor:

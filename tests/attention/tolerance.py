@@ -16,9 +16,11 @@ any kernel must be allowed to round, to first order:
   spread (``oracle.py``): X's error if each quantity on the way is off by w. A rounding is off by w / sqrt(3) on
   average, so 4 w is 7 standard deviations, which no element of a million exceeds, and leaves room for an exponential
   within 2 units.
-- The LSE is stored in FP32 whatever the inputs are. The row sum is the sum of the probabilities as they multiply V,
-  each rounded to the inputs' dtype: ``4 u`` of the root of their summed squares. FP16 operands may be held as pairs of
-  bfloat16 parts, whose last product is dropped: a relative 2^-9 of 2^-9 of each product of q and k.
+- ``2 u B``, 16-bit inputs only: a kernel's products take 16-bit operands, so P, dS and O (for D) are rounded on the
+  way; B is the oracle's operand spread. u bounds such a rounding and is 2.4 standard deviations of it. The row sum is
+  the sum of the rounded P, so the LSE has this part too, though it is stored in FP32 whatever the inputs are.
+- FP16 operands may be held as pairs of bfloat16 parts, whose last product is dropped: a relative 2^-9 of 2^-9 of each
+  product of q and k, which the FP32 result, the LSE, shows.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .oracle import Array, Exact, Problem, array, exact, visible_pairs
 from .philox import dropout_factor
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-ROUNDINGS = 4
+ROUNDINGS, OPERAND_ROUNDINGS = 4, 2
 Results = dict[str, Tensor]
 
 
@@ -119,8 +121,8 @@ class Judge:
         stored = UNIT_ROUNDOFF[self.eager[name].dtype]
         finite = np.where(np.isfinite(value), abs(value), 0)
         floor: Array = stored * finite + ROUNDINGS * arithmetic * self.exact.spread(name)
-        if inputs.itemsize == 2 and name == "lse":
-            floor = floor + ROUNDINGS * UNIT_ROUNDOFF[inputs] * self.exact.p_norm
+        if inputs.itemsize == 2:
+            floor = floor + OPERAND_ROUNDINGS * UNIT_ROUNDOFF[inputs] * self.exact.operand_spread(name)
         return floor
 
     def errors(self, name: str, got: Tensor) -> tuple[Array, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,9 +11,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from rooftile.bench import load_records
+from rooftile.bench import Ceilings, load_records
+from rooftile.bench.attention_case import parse_shape
+from rooftile.bench.attention_run import Outcome
 from rooftile.cli.bench import _progress
+from rooftile.cli.bench_report import attention_report
 from rooftile.cli.main import run
 
 TINY = ["bench", "attention", "--shape", "1,2,32,16", "--repeats", "3", "--threads", "1"]
@@ -163,3 +168,22 @@ def test_on_a_terminal_what_runs_is_shown_by_no_thread_of_its_own(
         say("round 1 of 3: native")
         assert threading.active_count() == before
     assert "round 1 of 3: native" in capsys.readouterr().err
+
+
+def test_figures_of_any_size_fit_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A busy machine, a kernel a thousand times slower than torch, and figures that hardly have a digit."""
+    path = tmp_path / "measured.json"
+    out(capsys, *TINY, "--json", str(path))
+    records = load_records(path)
+    wild = [
+        dataclasses.replace(record, samples=samples, path="torch operations", contender=name)
+        for record, name, samples in zip(
+            [r for r in records if r.task == "attention forward"][:3],
+            ("torch SDPA", "reference", "tiled"),
+            ((9.99e-7, 1e-6, 4e-5), (9e-3, 0.999, 12.0), (1234.5, 1234.6, 1234.7)),
+            strict=True,
+        )
+    ]
+    case = parse_shape("128,128/64,16384/16384,128", torch.float64, False)
+    outcome = Outcome(case, True, tuple(wild), (("native", "it has no fp64 " * 20),), 1)
+    assert fits(attention_report([outcome], Ceilings((), (), ""), 128))

@@ -36,7 +36,7 @@ Block = tuple[int, int]
 
 
 def visible_keys(args: tuple[Any, ...], q_at: int) -> tuple[tuple[str, Any], ...]:
-    """The keyword arguments to add to a call of an operator of :data:`INTERVAL_OPERATORS`; none if its schema says all."""
+    """What to add to the keyword arguments of a call of :data:`INTERVAL_OPERATORS`; nothing if its schema says all."""
     q, k, lo, hi, dense = (args[q_at + place] for place in (0, 1, 3, 4, 5))
     if not isinstance(lo, Tensor) or not isinstance(hi, Tensor):
         return (("visible_evidence", "assumed"),) if _hides_keys(dense) else ()

@@ -127,14 +127,22 @@ def _row(record: Record, peer: Record | None, roof: tuple[str, float] | None) ->
         record.contender,
         record.path or NOTHING,
         figure(record),
-        f"{record.spread:.0%}",
-        with_digits(visible / 1e9, digits),
-        with_digits(dense / 1e9, digits),
+        _spread(record),
+        _giga(visible, digits),
+        _giga(dense, digits),
         NOTHING if roof is None else f"{visible / roof[1]:.0%}",
         NOTHING if worst is None else f"{worst:.1e}",
         NOTHING if mean is None else f"{mean:.1e}",
-        NOTHING if ratio is None else f"{ratio:.2f}",
+        NOTHING if ratio is None else f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}",
     )
+
+
+def _giga(rate: float, digits: int) -> str:
+    return "<0.01" if rate < 1e7 else with_digits(rate / 1e9, digits)
+
+
+def _spread(record: Record) -> str:
+    return f"{record.spread:.0%}" if record.spread < 10 else ">999%"
 
 
 def _above_roof(outcomes: Sequence[Outcome], roofs: Ceilings, threads: int) -> Iterator[str]:
@@ -154,7 +162,7 @@ def _as_error(value: float) -> float:
 
 
 def _cell(record: Record | None) -> tuple[str, str]:
-    return (NOTHING, NOTHING) if record is None else (figure(record), f"{record.spread:.0%}")
+    return (NOTHING, NOTHING) if record is None else (figure(record), _spread(record))
 
 
 def _warnings(records: Sequence[Record]) -> Iterator[str]:

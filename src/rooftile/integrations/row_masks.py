@@ -69,7 +69,9 @@ class Rows(Mask):
     def check_lengths(self, q_len: int, kv_len: int) -> None:  # noqa: ARG002
         """One interval a query, or one for all."""
         if self.lo.shape[1] not in (1, q_len):
-            raise UsageError(f"a mask of {self.lo.shape[1]} query rows was given for {q_len} queries; give one row each")
+            raise UsageError(
+                f"a mask of {self.lo.shape[1]} query rows was given for {q_len} queries; give one row each"
+            )
 
     def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:  # noqa: ARG002
         """Key ``j`` lies between the ends."""

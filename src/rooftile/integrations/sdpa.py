@@ -13,9 +13,9 @@ A call that rooftile doesn't take runs torch's own SDPA, unchanged, and ``routed
 Attention that never calls SDPA is out of reach and is not reported: ``nn.MultiheadAttention`` with ``need_weights``,
 softmax(QK^T)V by hand, code that was compiled before.
 
-The block is its own thread's (strictly: its context's, so an asyncio task's too): other threads run torch's own. A block
-inside a block hides the outer one, which doesn't count its calls. Backward passes are part of what ran forward, wherever
-they run; only checkpointing recomputes, and does so as routed where backward is inside the block too.
+The block is its own thread's (strictly: its context's, so an asyncio task's too): other threads run torch's own. A
+block inside a block hides the outer one, which doesn't count its calls. Backward passes are part of what ran forward,
+wherever they run; only checkpointing recomputes, and does so as routed where backward is inside the block too.
 
 What differs from torch: a row that sees no key is 0; dropout draws another mask than torch's of the same seed; a second
 derivative is a clear error with most kernels.
@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ __all__ = ["RoutedSdpa", "route_sdpa"]
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 #: Where a call can arrive: with autograd on real tensors and on meta tensors, below it (inference mode), under vmap.
-_KEYS = ("AutogradCPU", "AutogradMeta", "CPU", "FuncTorchBatched")
+_KEYS = ("AutogradCPU", "AutogradMeta", "CPU", "FuncTorchVmapMode")
 
 
 @dataclass(slots=True)
@@ -131,9 +131,8 @@ def _routed_or_not(
     routed = _active.get()
     if routed is not None:
         call = _SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        out = _taken(call, routed.kernel)
+        out = _taken(call, routed)
         if isinstance(out, Tensor):
-            routed.taken += 1
             return out
         routed.refused[out] += 1
     own: Tensor = _SDPA.decompose(
@@ -157,7 +156,7 @@ class _SdpaCall(NamedTuple):
         return tuple(t for t in (self.q, self.k, self.v, self.mask) if t is not None)
 
 
-def _taken(call: _SdpaCall, kernel: str | tuple[str, ...]) -> Tensor | str:
+def _taken(call: _SdpaCall, routed: RoutedSdpa) -> Tensor | str:
     """The result by rooftile, or why it doesn't take the call; what torch itself refuses goes to torch."""
     reason = _why_not(call)
     if reason is not None:
@@ -167,9 +166,11 @@ def _taken(call: _SdpaCall, kernel: str | tuple[str, ...]) -> Tensor | str:
         return _TORCH_REFUSES
     # A kernel may refuse after the dropout's seed was drawn; torch must then see the generator as it was.
     state = torch.get_rng_state() if call.dropout_p else None
+    routed.taken += 1  # before: checkpointing ends its recomputation by an exception
     try:
-        return _attention(call, operands, kernel)
+        return _attention(call, operands, routed.kernel)
     except UsageError as error:  # nothing was computed
+        routed.taken -= 1
         if state is not None:
             torch.set_rng_state(state)
         return str(error)
@@ -187,22 +188,29 @@ def _why_not(call: _SdpaCall) -> str | None:
     kinds = {type(t).__name__ for t in call.tensors if not _is_plain(t)}
     if kinds:
         return f"tensors of a kind of their own ({', '.join(sorted(kinds))})"
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in call.tensors):
+    if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in call.tensors):
         return "forward-mode derivatives"
-    if not all(enabled() for enabled in _BACKENDS):
+    if not _any_backend():
         return "a backend was chosen with torch.nn.attention.sdpa_kernel"
     if len({t.dim() for t in (call.q, call.k, call.v)}) > 1 or not 2 <= call.q.dim() <= 4:
-        return f"operands of {call.q.dim()}, {call.k.dim()} and {call.v.dim()} dimensions; rooftile takes 2, 3 or 4 alike"
-    if call.mask is not None and (call.is_causal or not 2 <= call.mask.dim() <= 4):
-        return _TORCH_REFUSES if call.is_causal else f"a mask of {call.mask.dim()} dimensions"
-    return None
+        return (
+            f"operands of {call.q.dim()}, {call.k.dim()} and {call.v.dim()} dimensions; rooftile takes 2, 3 or 4 alike"
+        )
+    if call.mask is None:
+        return None
+    if call.is_causal:
+        return "is_causal together with a mask, which torch's own kernels read differently"
+    return None if 2 <= call.mask.dim() <= 4 else f"a mask of {call.mask.dim()} dimensions"
 
 
-_BACKENDS = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-)
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _any_backend() -> bool:
+    """Whether torch chooses among all of its kernels itself, as it does outside of ``sdpa_kernel``."""
+    cuda = torch.backends.cuda
+    return bool(cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled() and cuda.math_sdp_enabled())
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -225,15 +233,14 @@ def _operands(call: _SdpaCall) -> tuple[Tensor, Tensor, Tensor] | None:
     kv_heads = _broadcast(k.shape[1], v.shape[1])
     if batch is None or kv_heads is None:
         return None
-    q_heads: int | None = q.shape[1]
+    q_heads = q.shape[1]
     if call.enable_gqa:
-        if not kv_heads or q.shape[1] % kv_heads:
+        if not kv_heads or q_heads % kv_heads:
             return None
-    elif q.shape[1] != kv_heads:
-        q_heads = _broadcast(q.shape[1], kv_heads)
-        if q_heads is None:
-            return None
-        kv_heads = q_heads if q.shape[1] == 1 else kv_heads  # one kv head for several query heads is a group
+    elif q_heads == 1:
+        q_heads = kv_heads
+    elif kv_heads not in (1, q_heads):  # one kv head for several query heads is a group
+        return None
     return q.expand(batch, q_heads, -1, -1), k.expand(batch, kv_heads, -1, -1), v.expand(batch, kv_heads, -1, -1)
 
 
@@ -245,14 +252,12 @@ def _broadcast(*sizes: int) -> int | None:
     return others.pop() if others else 1
 
 
-def _attention(
-    call: _SdpaCall, operands: tuple[Tensor, Tensor, Tensor], kernel: str | tuple[str, ...]
-) -> Tensor:
-    mask, bias = None, None
-    if call.is_causal:
-        mask = masks.causal(align="top-left")  # torch's is_causal
-    elif call.mask is not None:
+def _attention(call: _SdpaCall, operands: tuple[Tensor, Tensor, Tensor], kernel: str | tuple[str, ...]) -> Tensor:
+    mask: masks.Mask | None = masks.causal(align="top-left") if call.is_causal else None  # torch's is_causal
+    bias: Tensor | None = None
+    if call.mask is not None:
         given = call.mask[(None,) * (4 - call.mask.dim())]
         mask, bias = (masks.dense(given), None) if given.dtype == torch.bool else (None, given)
-    out = attention(*operands, mask=mask, bias=bias, scale=call.scale, dropout_p=call.dropout_p, kernel=kernel)
+    made = attention(*operands, mask=mask, bias=bias, scale=call.scale, dropout_p=call.dropout_p, kernel=kernel)
+    out = cast("Tensor", made)  # the LSE wasn't asked for
     return out.reshape(*out.shape[4 - call.q.dim() :])

@@ -6,20 +6,23 @@
 
 The model's mask arrives as row intervals wherever it is one (:mod:`rooftile.integrations.transformers_masks`); a mask
 of one's own, bool or additive, of four dimensions, is honoured pair by pair. Results are those of
-``attn_implementation="eager"`` to rounding, with two differences that are meant: a row that sees no key is 0, where eager
-gives the mean of all values, and dropout draws its own mask.
+``attn_implementation="eager"`` to rounding, with two differences that are meant: a row that sees no key is 0, where
+eager gives the mean of all values, and dropout draws its own mask.
 
-Nothing that a model asks for is ignored: an argument that could change the result and that isn't known is refused.
+Nothing that a model asks for is ignored: an argument that could change the result and that isn't known is refused, and
+so is a model that takes transformers' mask but writes attention out by itself. (One that does neither runs as ever:
+nothing here is called.) Under torch.compile sliding windows, chunks and packed sequences are a Boolean square, as they
+are for ``"sdpa"``: the compiler can't look into the functions that describe them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from rooftile.errors import UsageError
-from rooftile.integrations.mask_functions import packed_rows
+from rooftile.integrations.mask_functions import packed_rows, readings_agree
 from rooftile.integrations.transformers_masks import VisibleKeys, make_mask
 from rooftile.masks import Mask, causal, dense
 
@@ -50,6 +53,7 @@ def register() -> None:
             "attn_implementation='rooftile' needs transformers with its attention and mask interfaces, 4.53 or newer "
             f"({error}); install it with `pip install 'transformers>=4.53'`."
         ) from error
+    readings_agree()  # now, and not in the middle of a forward pass that someone records
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
 
@@ -64,8 +68,8 @@ def attention_forward(
     """What transformers calls in every attention layer: ``query`` (B, Hq, Lq, D), ``key`` (B, Hkv, Lk, D), ``value``
     (B, Hkv, Lk, Dv); returns (B, Lq, Hq, Dv) and no attention weights.
 
-    ``position_bias`` is added to the scores and has a gradient; ``s_aux`` or ``sinks``: one logit a query head. A window
-    is in the mask that the model was given, so ``sliding_window`` says it once more.
+    ``position_bias`` is added to the scores and has a gradient; ``s_aux`` or ``sinks``: one logit a query head. A
+    window is in the mask that the model was given, so ``sliding_window`` says it once more.
 
     Raises :class:`~rooftile.errors.UsageError` for what it can't honour.
     """
@@ -84,19 +88,19 @@ def attention_forward(
         mask = packed if mask is None else mask & packed
     if query.shape[0] == 1 != key.shape[0]:  # learned queries, the same for every sequence
         query = query.expand(key.shape[0], -1, -1, -1)
-    out: Tensor = attention(
+    made = attention(
         query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=_one_a_head(s_aux, sinks),
         dropout_p=dropout if module.training else 0.0,
     )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+    return cast("Tensor", made).transpose(1, 2).contiguous(), None
 
 
 def _refuse_unknown(rest: dict[str, Any]) -> None:
     """An argument that asks for something: neither known to be neutral, nor None or False."""
     if rest.get("output_attentions"):
         raise UsageError(
-            "output_attentions=True needs attention weights, which a tiled kernel never writes out; load the model with "
-            'attn_implementation="eager" for them.'
+            "output_attentions=True needs attention weights, which a tiled kernel never writes out; load the model "
+            'with attn_implementation="eager" for them.'
         )
     asked = sorted(
         name for name, given in rest.items() if name not in _NEUTRAL and given is not None and given is not False
@@ -115,8 +119,8 @@ def _mask_and_bias(
     if isinstance(mask, VisibleKeys):
         if tuple(mask.shape[2:]) != (q_len, kv_len):
             raise UsageError(
-                f"a mask of {mask.shape[2]} queries and {mask.shape[3]} keys came to {q_len} queries and {kv_len} keys; "
-                'this model changes its lengths after it made the mask: use attn_implementation="eager" for it.'
+                f"a mask of {mask.shape[2]} queries and {mask.shape[3]} keys came to {q_len} queries and {kv_len} "
+                'keys; this model changes its lengths after it made the mask: use attn_implementation="eager" for it.'
             )
         return mask.mask, position_bias
     if mask is None:
@@ -174,7 +178,7 @@ def _one_a_head(s_aux: Tensor | None, sinks: Tensor | None) -> Tensor | None:
     found = s_aux if s_aux is not None else sinks
     if found is not None and found.dim() != 1:
         raise UsageError(
-            f"sinks of shape {tuple(found.shape)} differ from row to row; rooftile takes one logit a query head, (Hq,): "
-            'use attn_implementation="eager" for this model.'
+            f"sinks of shape {tuple(found.shape)} differ from row to row; rooftile takes one logit a query head, "
+            '(Hq,): use attn_implementation="eager" for this model.'
         )
     return found

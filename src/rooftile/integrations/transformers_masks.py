@@ -74,7 +74,7 @@ class VisibleKeys:
         return self.shape if dim is None else self.shape[dim]
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "").strip("_")
         if name in ("add", "radd", "iadd") and len(args) == 2 and not kwargs:
             return _added(*args)
@@ -93,12 +93,12 @@ class VisibleKeys:
     def __getitem__(self, index: Any) -> Tensor:
         return self.materialize()[index]
 
-    def __and__(self, other: Any) -> Tensor:
+    def __and__(self, other: Any) -> Any:
         return self.materialize() & other
 
     __rand__ = __and__
 
-    def __or__(self, other: Any) -> Tensor:
+    def __or__(self, other: Any) -> Any:
         return self.materialize() | other
 
     __ror__ = __or__
@@ -110,13 +110,13 @@ class VisibleKeys:
         return f"VisibleKeys({tuple(self.shape)}, {self.mask})"
 
 
-def _added(a: Any, b: Any) -> Tensor:
-    """A mask added to scores or to a bias, as transformers' eager mask is: 0 where visible, the least number where not."""
+def _added(a: Any, b: Any) -> Any:
+    """A mask added to scores or a bias, as transformers' eager one: 0 where visible, the least number elsewhere."""
     mask, other = (a, b) if isinstance(a, VisibleKeys) else (b, a)
     if mask.mask is None:
-        return other.expand(torch.broadcast_shapes(other.shape, mask.shape))  # type: ignore[no-any-return]
+        return other.expand(torch.broadcast_shapes(other.shape, mask.shape))
     least = torch.finfo(other.dtype).min
-    return other + torch.where(mask.materialize(), other.new_zeros(()), least)  # type: ignore[no-any-return]
+    return other + torch.where(mask.materialize(), other.new_zeros(()), least)
 
 
 def _as_tensors(value: Any) -> Any:
@@ -146,8 +146,8 @@ def make_mask(
     unknown = sorted(rest.keys() - _NEUTRAL)
     if unknown:
         raise UsageError(
-            f"transformers gave the mask {', '.join(unknown)}, which rooftile doesn't know and which may change what is "
-            'visible; use attn_implementation="sdpa" with this release, or a newer rooftile.'
+            f"transformers gave the mask {', '.join(unknown)}, which rooftile doesn't know and which may change what "
+            'is visible; use attn_implementation="sdpa" with this release, or a newer rooftile.'
         )
     if isinstance(attention_mask, VisibleKeys):
         return attention_mask

@@ -63,12 +63,15 @@ class Padding(_Given):
 
     def check_values(self, q_len: int, kv_len: int) -> None:
         """Every length lies inside the keys."""
+        fits = (self.lengths >= 0) & (self.lengths <= kv_len)
         _require(
-            ((self.lengths >= 0) & (self.lengths <= kv_len)).all(),
-            lambda: (
-                f"padding(lengths={self.lengths.tolist()}) of {kv_len} keys: every length must be from 0 to {kv_len}"
-            ),
+            fits.all(), lambda: f"padding of {kv_len} keys: lengths {self._beyond(kv_len)} must be from 0 to {kv_len}"
         )
+
+    def _beyond(self, kv_len: int) -> str:
+        lengths = _unwrapped(self.lengths)
+        wrong = lengths[(lengths < 0) | (lengths > kv_len)].tolist()
+        return ", ".join(map(str, wrong[:4])) + (", ..." if len(wrong) > 4 else "")
 
     def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Key ``j`` is real."""
@@ -269,10 +272,16 @@ def _require(holds: Tensor, sentence: Callable[[], str]) -> None:
     if torch.compiler.is_compiling():
         torch._assert_async(holds, "a mask's values don't fit its lengths; run without torch.compile for the details")
         return
-    while torch._C._functorch.is_functorch_wrapped_tensor(holds):  # under vmap: every example at once
-        holds = torch._C._functorch.get_unwrapped(holds)
+    holds = _unwrapped(holds)
     if holds.device.type != "meta" and not torch._C._len_torch_dispatch_stack() and not bool(holds.all()):
         raise UsageError(sentence())
+
+
+def _unwrapped(t: Tensor) -> Tensor:
+    """Under vmap the values of every example at once."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
 
 
 def _runs(ids: Tensor) -> Tensor:
