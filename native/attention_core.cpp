@@ -97,9 +97,9 @@ const AttentionDecodePass* decode_of(const AttentionProblem& p) {
     case kPathAmxSoftware: return &portable::decode_passes[p.dtype];
 #if defined(ROOFTILE_X86)
     case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::decode_passes[p.dtype] : nullptr;
-    case kPathAvx512:
-    case kPathAmx: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;  // vdpbf16ps is slow beside AMX
+    case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::decode_bf16 : nullptr;
+    case kPathAmx: return has_tiles() ? &avx512::decode_passes[p.dtype] : nullptr;  // vdpbf16ps is slow where AMX is
 #endif
     default: return nullptr;
   }
