@@ -43,7 +43,8 @@ def attention(
         sinks: One logit a query head, (Hq,): it takes part in every row's softmax and carries no value. It has a
             gradient.
         dropout_p: Share of the probabilities to drop, in [0, 1).
-        generator: Where the dropout's seed is drawn from; None: torch's default generator.
+        generator: Where the dropout's seed is drawn from; None: torch's default generator, which alone stays inside a
+            compiled graph.
         return_lse: Also return the natural log of the sum of exponentials of each row.
         kernel: "auto", a kernel's name, or names in order of preference.
 

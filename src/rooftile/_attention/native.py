@@ -90,10 +90,7 @@ def backward(
         dout = dout.to(q.dtype)
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous()
-    nothing = q.new_empty(0)
-    dq = torch.empty_like(q) if wanted[0] else nothing
-    dk = torch.empty_like(k) if wanted[1] else nothing
-    dv = torch.empty_like(v) if wanted[2] else nothing
+    dq, dk, dv = (torch.empty_like(x) if want else x.new_empty(0) for x, want in zip((q, k, v), wanted, strict=False))
     dbias = torch.zeros(bias.shape, dtype=torch.float32) if wanted[3] and bias is not None else None
     library.backward(
         call, out, lse, dout, dlse,
@@ -103,8 +100,8 @@ def backward(
         dq,
         dk,
         dv,
-        nothing if dbias is None or bias is None else torch.empty_like(bias).copy_(dbias),
-        _sink_gradient(sinks, out, lse, dout, dlse) if wanted[4] and sinks is not None else nothing,
+        q.new_empty(0) if dbias is None or bias is None else torch.empty_like(bias).copy_(dbias),
+        _sink_gradient(sinks, out, lse, dout, dlse) if wanted[4] and sinks is not None else q.new_empty(0),
     )
 
 

@@ -60,7 +60,7 @@ class Reference(Kernel):
         q, k, v = call.q.to(call.accumulator), _per_query_head(call.k, call), _per_query_head(call.v, call)
         soft = _softmax(call)
         total = soft.weights.sum(-1, keepdim=True) + _sink_weight(call, soft)
-        p = soft.weights / _divisor(total, soft)
+        p = torch.where(soft.visible, soft.weights / _divisor(total, soft), 0)  # a sum of NaN stays with what is seen
         dv = torch.zeros_like(v)
         dp = torch.zeros_like(p)
         if dout is not None:

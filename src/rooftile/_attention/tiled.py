@@ -38,16 +38,12 @@ class Tiled(Kernel):
             top, sums, seen = _online_softmax(call, rows, tiles)
             numerator, total = sums[..., :-1], sums[..., -1:]
             if call.sinks is not None:
-                sink = _grouped(call.sinks.to(sums.dtype).view(1, -1, 1, 1), call)
-                higher = torch.maximum(top, sink)
-                safe = torch.where(higher == -torch.inf, 0, higher)
-                shrink = torch.exp(top - safe)
-                numerator, total, top = numerator * shrink, total * shrink + torch.exp(sink - safe), safe
+                top, shrink, own = _with_sinks(call, top)
+                numerator, total = numerator * shrink, total * shrink + own
             empty = ~seen & (total == 0)
             out[:, :, rows] = (numerator / torch.where(empty, 1, total)).flatten(1, 2).to(out.dtype)
-            log = torch.log(total)
             lost = seen & (total == 0)  # every visible score is -inf: an input was infinite
-            lse[:, :, rows] = torch.where(lost, torch.nan, top + log).flatten(1, 2).squeeze(-1)
+            lse[:, :, rows] = torch.where(lost, torch.nan, top + torch.log(total)).flatten(1, 2).squeeze(-1)
         return out, lse
 
     def backward(
@@ -72,6 +68,20 @@ class Tiled(Kernel):
 def _grouped(x: Tensor, call: Call) -> Tensor:
     """(B, Hq or 1, ...) as (B, Hkv or 1, G or 1, ...)."""
     return x.unsqueeze(2) if x.shape[1] == 1 else x.unflatten(1, (-1, call.group))
+
+
+def _sinks(call: Call) -> Tensor:
+    """The sinks as (1, Hkv, G, 1, 1), in the accumulator's dtype."""
+    sinks: Tensor = call.sinks  # type: ignore[assignment]  # asked for only where there are some
+    return sinks.to(call.accumulator).view(1, -1, call.group, 1, 1)
+
+
+def _with_sinks(call: Call, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The row maximum with the sink among the scores, what the sums so far shrink by, and the sink's own weight."""
+    sink = _sinks(call)
+    higher = torch.maximum(top, sink)
+    safe = torch.where(higher == -torch.inf, 0, higher)
+    return safe, torch.exp(top - safe), torch.exp(sink - safe)
 
 
 def _folded_product(a: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
@@ -118,7 +128,9 @@ def _online_softmax(call: Call, rows: slice, tiles: list[Tile]) -> tuple[Tensor,
             p = torch.where(visible, p, 0)
         v = call.v[:, :, tile.keys].to(acc)
         # The row sum as one more column of the product: both are then rounded alike, and V = 1 gives 1.
-        part = _folded_product(_dropped(p, call, tile), torch.cat((v, v.new_ones(*v.shape[:-1], 1)), -1), visible)
+        part = _folded_product(
+            _dropped(p, _kept(call, tile), call), torch.cat((v, v.new_ones(*v.shape[:-1], 1)), -1), visible
+        )
         if call.seed is not None:
             part[..., -1:] = p.sum(-1, keepdim=True)
         sums = sums * torch.exp(top - safe) + part
@@ -127,18 +139,23 @@ def _online_softmax(call: Call, rows: slice, tiles: list[Tile]) -> tuple[Tensor,
     return top, sums, seen
 
 
-def _dropped(p: Tensor, call: Call, tile: Tile) -> Tensor:
+def _kept(call: Call, tile: Tile) -> Tensor | None:
+    """Which pairs of the tile dropout keeps, (B, Hkv, G, rows, keys); None: no dropout."""
     if call.seed is None:
-        return p
-    batch, kv_heads, group = p.shape[:3]
+        return None
+    (batch, heads), device = call.q.shape[:2], call.q.device
     keep = keep_mask(
         int(call.seed),
         call.dropout_p,
-        torch.arange(batch * kv_heads * group, device=p.device),
-        torch.arange(tile.rows.start, tile.rows.stop, device=p.device),
+        torch.arange(batch * heads, device=device),
+        torch.arange(tile.rows.start, tile.rows.stop, device=device),
         (tile.keys.start, tile.keys.stop),
-    ).view(p.shape)
-    return torch.where(keep, p * keep_factor(call.dropout_p), 0)
+    )
+    return keep.unflatten(0, (batch, -1, call.group))
+
+
+def _dropped(p: Tensor, keep: Tensor | None, call: Call) -> Tensor:
+    return p if keep is None else torch.where(keep, p * keep_factor(call.dropout_p), 0)
 
 
 class _Backward:
@@ -188,9 +205,10 @@ class _Backward:
                 p = torch.where(visible, p, 0)
             dp = torch.zeros_like(p)
             if dout is not None:
-                dp = _dropped(_folded_product(dout, v.mT, None), call, tile)
+                keep = _kept(call, tile)
+                dp = _dropped(_folded_product(dout, v.mT, None), keep, call)
                 if dv is not None:
-                    dv[:, :, tile.keys] += _over_group(_dropped(p, call, tile), dout, visible)
+                    dv[:, :, tile.keys] += _over_group(_dropped(p, keep, call), dout, visible)
             ds = p * (dp - d)
             if visible is not None:
                 ds = torch.where(visible, ds, 0)
@@ -203,7 +221,7 @@ class _Backward:
             if dk is not None:
                 dk[:, :, tile.keys] += _over_group(ds, q, visible)
         if dsinks is not None and call.sinks is not None:
-            share = torch.exp(_grouped(call.sinks.to(lse.dtype).view(1, -1, 1, 1), call) - lse)
+            share = torch.exp(_sinks(call) - lse)
             share = torch.where(lse == -torch.inf, 0, share)
             dsinks -= (share * torch.where(share == 0, 0, d)).flatten(1, 2).sum((0, 2, 3))
 
@@ -215,10 +233,8 @@ class _Backward:
         top, sums, seen = _online_softmax(self.call, rows, tiles)
         total = sums[..., -1:]
         if self.call.sinks is not None:
-            sink = _grouped(self.call.sinks.to(lse.dtype).view(1, -1, 1, 1), self.call)
-            higher = torch.maximum(top, sink)
-            safe = torch.where(higher == -torch.inf, 0, higher)
-            total, top = total * torch.exp(top - safe) + torch.exp(sink - safe), safe
+            top, shrink, own = _with_sinks(self.call, top)
+            total = total * shrink + own
         return torch.where(seen, top, 0), torch.where(~seen & (total == 0), 1, total)
 
 

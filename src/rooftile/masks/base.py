@@ -249,7 +249,7 @@ def _materialised_once(mask: Mask, q_len: int, kv_len: int, device: torch.device
         return _visibility(mask, q_len, kv_len, device)
 
 
-_static = functools.lru_cache(maxsize=256)(_materialised_once)
+_static = functools.lru_cache(maxsize=64)(_materialised_once)
 
 
 def _plain() -> bool:
