@@ -11,37 +11,78 @@ namespace ROOFTILE_ISA {
 typedef uint32_t VuBytes __attribute__((vector_size(W * 4), aligned(1), may_alias));
 typedef float VfBytes __attribute__((vector_size(W * 4), aligned(1), may_alias));
 
-// A load of kBytes becomes kVecs vectors. Column d of a row is then at column(d).
+template <class Load>
+Load load_bytes(const char* at, size_t bytes) {
+  Load to{};
+  std::memcpy(&to, at, bytes);
+  return to;
+}
+
+// How a load of kBytes becomes kVecs vectors of fp32; column d of a row is then at column(d). load_first takes `count` elements and
+// zeros behind them, and reads no further. Q is kept as it meets the keys: kQueryVecs vectors for a load, of fp32 in the same
+// order or, for products of pairs, as it is in memory.
 struct Fp32Columns {
-  static constexpr int kVecs = 1, kBytes = W * 4;
+  static constexpr int kVecs = 1, kQueryVecs = 1, kBytes = W * 4;
+  using Load = Vf;
   static int64_t column(int64_t d) { return d; }
-  static ROOFTILE_INLINE void widen(const char* at, Vf* to) { to[0] = (Vf)*reinterpret_cast<const VfBytes*>(at); }
+  static ROOFTILE_INLINE Load load_all(const char* at) { return (Vf)*reinterpret_cast<const VfBytes*>(at); }
+  static ROOFTILE_INLINE Load load_first(const char* at, uint32_t count) {
+#if defined(__AVX512F__)
+    return (Vf)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), at);
+#else
+    return load_bytes<Load>(at, count * 4);
+#endif
+  }
+  static ROOFTILE_INLINE void widen(Load from, Vf* to) { to[0] = from; }
 };
 
 // Even columns, then odd ones: one instruction a vector, where widening in order takes two.
 struct Bf16Columns {
-  static constexpr int kVecs = 2, kBytes = W * 4;
+  static constexpr int kVecs = 2, kQueryVecs = 2, kBytes = W * 4;
+  using Load = Vu;
   static int64_t column(int64_t d) { return d / (2 * W) * (2 * W) + d % 2 * W + d % (2 * W) / 2; }
-  static ROOFTILE_INLINE void widen(const char* at, Vf* to) {
-    const Vu pairs = (Vu)*reinterpret_cast<const VuBytes*>(at);
-    to[0] = (Vf)(pairs << 16);
-    to[1] = (Vf)(pairs & set1(0xffff0000u));
+  static ROOFTILE_INLINE Load load_all(const char* at) { return (Vu)*reinterpret_cast<const VuBytes*>(at); }
+  static ROOFTILE_INLINE Load load_first(const char* at, uint32_t count) {
+#if defined(__AVX512F__)
+    return (Vu)_mm512_maskz_loadu_epi16((1u << count) - 1, at);
+#else
+    return load_bytes<Load>(at, count * 2);
+#endif
+  }
+  static ROOFTILE_INLINE void widen(Load from, Vf* to) {
+    to[0] = (Vf)(from << 16);
+    to[1] = (Vf)(from & set1(0xffff0000u));
   }
 };
 
-struct Fp16Columns {
-  static constexpr int kVecs = 1, kBytes = W * 2;
-  static int64_t column(int64_t d) { return d; }
-  static ROOFTILE_INLINE void widen(const char* at, Vf* to) {
-#if defined(__AVX512F__)
-    to[0] = (Vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-#elif defined(__F16C__)
-    to[0] = (Vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#else
-    for (int i = 0; i < W; ++i) to[0][i] = read_element(at + i * 2, kFp16);
-#endif
-  }
+#if defined(__AVX512BF16__)
+// The same, but Q K^T by products of pairs: exact products and fp32 sums as well, and half as many instructions.
+struct Bf16Pairs : Bf16Columns {
+  static constexpr int kQueryVecs = 1;
 };
+#endif
+
+#if defined(__F16C__) || defined(__AVX512F__)
+struct Fp16Columns {
+  static constexpr int kVecs = 1, kQueryVecs = 1, kBytes = W * 2;
+  static int64_t column(int64_t d) { return d; }
+#if defined(__AVX512F__)
+  using Load = __m256i;
+  static ROOFTILE_INLINE Load load_all(const char* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+  static ROOFTILE_INLINE Load load_first(const char* at, uint32_t count) {
+    return _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), at);
+  }
+  static ROOFTILE_INLINE void widen(Load from, Vf* to) { to[0] = (Vf)_mm512_cvtph_ps(from); }
+#else
+  using Load = __m128i;
+  static ROOFTILE_INLINE Load load_all(const char* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
+  static ROOFTILE_INLINE Load load_first(const char* at, uint32_t count) { return load_bytes<Load>(at, count * 2); }
+  static ROOFTILE_INLINE void widen(Load from, Vf* to) { to[0] = (Vf)_mm256_cvtph_ps(from); }
+#endif
+};
+#else
+using Fp16Columns = Fp32Columns;  // rows are widened into copies
+#endif
 
 // Lane i of the result: the sum of the lanes of v[i], in the same order for every i. v is overwritten.
 ROOFTILE_INLINE Vf sum_lanes(Vf v[W]) {
@@ -86,45 +127,78 @@ ROOFTILE_INLINE Vf sum_lanes(Vf v[W]) {
 #endif
 }
 
-// s[key][row] = Q K^T for `count` keys, a multiple of W / R, and R rows of Q that lie `wide` apart. Meanwhile the rows that `ahead`
-// points to come nearer: what the next phase reads.
+// The products of one load of a key with R rows of Q.
 template <class Format, int R>
-ROOFTILE_NOINLINE void score_keys(const char* const* keys, const char* const* ahead, int64_t loads, int64_t count, const float* q,
-                                  int64_t wide, float* s) {
+ROOFTILE_INLINE void multiply(typename Format::Load key, const float* q, int64_t wide, Vf* sums) {
+#if defined(__AVX512BF16__)
+  if constexpr (Format::kQueryVecs < Format::kVecs) {
+    for (int r = 0; r < R; ++r) {
+      sums[r] = (Vf)_mm512_dpbf16_ps((__m512)sums[r], (__m512bh)key, (__m512bh)_mm512_loadu_si512(q + r * wide));
+    }
+    return;
+  }
+#endif
+  Vf x[Format::kVecs];
+  Format::widen(key, x);
+  for (int n = 0; n < Format::kVecs; ++n) {
+    for (int r = 0; r < R; ++r) sums[r] = fma(x[n], load(q + r * wide + n * W), sums[r]);
+  }
+}
+
+// What a product reads: a pointer a row, and how far a row goes. Meanwhile the rows of `ahead` come nearer, for the next product.
+struct Rows {
+  const char* const* at;
+  const char* const* ahead;
+  int64_t count;
+  int64_t loads;   // whole ones of a row
+  uint32_t rest;   // elements behind them
+};
+
+// s[key][row] = Q K^T for the keys, a multiple of W / R, and R rows of Q that lie `wide` apart.
+template <class Format, int R>
+ROOFTILE_NOINLINE void score_keys(Rows keys, const float* q, int64_t wide, float* s) {
   constexpr int kKeys = W / R;
-  for (int64_t k = 0; k < count; k += kKeys) {
+  for (int64_t k = 0; k < keys.count; k += kKeys) {
     Vf sums[W] = {};
-    for (int64_t i = 0; i < loads; ++i) {
+    for (int64_t i = 0; i < keys.loads; ++i) {
       for (int key = 0; key < kKeys; ++key) {
-        __builtin_prefetch(ahead[k + key] + i * Format::kBytes, 0, 2);
-        Vf x[Format::kVecs];
-        Format::widen(keys[k + key] + i * Format::kBytes, x);
-        for (int n = 0; n < Format::kVecs; ++n) {
-          for (int r = 0; r < R; ++r) {
-            sums[key * R + r] = fma(x[n], load(q + r * wide + (i * Format::kVecs + n) * W), sums[key * R + r]);
-          }
-        }
+        __builtin_prefetch(keys.ahead[k + key] + i * Format::kBytes, 0, 2);
+        multiply<Format, R>(Format::load_all(keys.at[k + key] + i * Format::kBytes), q + i * Format::kQueryVecs * W, wide, sums + key * R);
+      }
+    }
+    if (keys.rest != 0) {
+      const int64_t i = keys.loads;
+      for (int key = 0; key < kKeys; ++key) {
+        __builtin_prefetch(keys.ahead[k + key] + i * Format::kBytes, 0, 2);
+        multiply<Format, R>(Format::load_first(keys.at[k + key] + i * Format::kBytes, keys.rest), q + i * Format::kQueryVecs * W, wide,
+                            sums + key * R);
       }
     }
     store(s + k * R, sum_lanes(sums));
   }
 }
 
-// O[row][column] += P V for R rows of O that lie `wide` apart, key by key, over the columns of `Loads` loads from byte `offset` on.
-// With Sum, l[row] += P in the same order: with V = 1 it is the same number, bit by bit. l has room for W lanes.
+// O[row][column] += P V for R rows of O that lie `wide` apart, key by key, over the columns of `Loads` loads from load `first` on;
+// with Loads = 0, of what is behind the whole loads. With Sum, l[row] += P in the same order: with V = 1 it is the same number,
+// bit by bit. l has room for W lanes.
 template <class Format, int R, int Loads, bool Sum>
-ROOFTILE_NOINLINE void add_values(const char* const* values, const char* const* ahead, int64_t offset, int64_t count, const float* p,
-                                  float* o, int64_t wide, float* l) {
-  constexpr int kVecs = Loads * Format::kVecs;
+ROOFTILE_NOINLINE void add_values(Rows values, int64_t first, const float* p, float* o, int64_t wide, float* l) {
+  constexpr int kVecs = (Loads == 0 ? 1 : Loads) * Format::kVecs;
   Vf sums[R][kVecs], total = load(l);
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < kVecs; ++n) sums[r][n] = load(o + r * wide + n * W);
   }
-  for (int64_t k = 0; k < count; ++k) {
+  for (int64_t k = 0; k < values.count; ++k) {
+    const char* at = values.at[k] + first * Format::kBytes;
+    const char* ahead = values.ahead[k] + first * Format::kBytes;
     Vf x[kVecs];
     for (int i = 0; i < Loads; ++i) {
-      __builtin_prefetch(ahead[k] + offset + i * Format::kBytes, 0, 2);
-      Format::widen(values[k] + offset + i * Format::kBytes, x + i * Format::kVecs);
+      __builtin_prefetch(ahead + i * Format::kBytes, 0, 2);
+      Format::widen(Format::load_all(at + i * Format::kBytes), x + i * Format::kVecs);
+    }
+    if (Loads == 0) {
+      __builtin_prefetch(ahead, 0, 2);
+      Format::widen(Format::load_first(at, values.rest), x);
     }
     for (int r = 0; r < R; ++r) {
       const Vf weight = set1(p[k * R + r]);

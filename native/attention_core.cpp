@@ -87,20 +87,23 @@ const AttentionGradientPass* backward_of(const AttentionProblem& p) {
   }
 }
 
-constexpr int64_t kMostDecodeRows = 16;
+// Up to these rows the decode pass is faster than the tiled one, which has room for 16 in a vector; and further where a pass over
+// the keys of each head would give few threads something to do.
+constexpr int64_t kMostDecodeRows = 8, kMostDecodeRowsOfFewHeads = 16, kFewHeads = 3;
 
-// Few query rows go another way, whatever the lengths: a row's bits do not change with the capacity of a cache.
+// Neither the lengths nor the batch decide: a row's bits do not change with the capacity of a cache or with its neighbours.
 const AttentionDecodePass* decode_of(const AttentionProblem& p) {
   const int64_t rows = p.q_heads / p.kv_heads * p.q_len;
-  if (rows == 0 || rows > kMostDecodeRows || p.drop_below != 0) return nullptr;
+  const int64_t most = p.kv_heads <= kFewHeads ? kMostDecodeRowsOfFewHeads : kMostDecodeRows;
+  if (rows == 0 || rows > most || p.drop_below != 0) return nullptr;  // dropout: the tiled pass has it
   switch (chosen_path(p)) {
     case kPathPortable:
     case kPathAmxSoftware: return &portable::decode_passes[p.dtype];
 #if defined(ROOFTILE_X86)
     case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::decode_passes[p.dtype] : nullptr;
-    case kPathAvx512:
-    case kPathAvx512Bf16: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
-    case kPathAmx: return has_tiles() ? &avx512::decode_passes[p.dtype] : nullptr;
+    case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
+    case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::decode_bf16 : nullptr;
+    case kPathAmx: return has_tiles() ? &avx512::decode_passes[p.dtype] : nullptr;  // vdpbf16ps is slow where AMX is
 #endif
     default: return nullptr;
   }
@@ -121,12 +124,15 @@ int32_t execute(const AttentionPass& pass, const AttentionProblem& p) {
   });
 }
 
+constexpr int64_t kSerialProducts = 1 << 20;  // some 20 us: waking a thread may take longer
+
 int32_t execute(const AttentionDecodePass& pass, const AttentionProblem& p) {
   static thread_local Scratch kept;
   char* shared = kept.take(pass.shared_bytes(p));
   if (shared == nullptr) return -3;
   pass.prepare(p, shared);
-  const int32_t status = share_tasks(pass.tasks(p), pass.scratch(p), forked() ? 1 : p.threads,
+  const bool serial = forked() || pass.scores(p) * (p.head_dim + p.value_dim) < kSerialProducts;
+  const int32_t status = share_tasks(pass.tasks(p), pass.scratch(p), serial ? 1 : p.threads,
                                      [&](int64_t first, int64_t last, char* mine) { pass.run(p, first, last, mine, shared); });
   kept.give_back();
   return status;
@@ -161,9 +167,10 @@ ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path(); }
 
 ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
   if (!usable(*problem)) return -1;
-  if (const AttentionDecodePass* decode = decode_of(*problem)) return execute(*decode, *problem);
   const AttentionPass* pass = forward_of(*problem);
-  return pass == nullptr ? -2 : execute(*pass, *problem);
+  if (pass == nullptr) return -2;
+  const AttentionDecodePass* decode = decode_of(*problem);
+  return decode != nullptr ? execute(*decode, *problem) : execute(*pass, *problem);
 }
 
 ROOFTILE_API int32_t rooftile_attention_backward(const AttentionProblem* problem, const AttentionGradients* gradients) {

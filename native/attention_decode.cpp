@@ -31,7 +31,11 @@ struct Decode {
 
 }  // namespace
 
+#if defined(__AVX512BF16__)
+const AttentionDecodePass decode_bf16 = Decode<Bf16Pairs>::pass();
+#else
 const AttentionDecodePass decode_passes[] = {Decode<Fp32Columns>::pass(), Decode<Bf16Columns>::pass(), Decode<Fp16Columns>::pass()};
+#endif
 
 }  // namespace ROOFTILE_ISA
 }  // namespace rooftile

@@ -19,6 +19,7 @@ template <class Format>
 class DecodePass {
  public:
   static constexpr int64_t kGranule = W * Format::kVecs;  // columns of a load
+  static constexpr int64_t kElement = Format::kBytes / kGranule;
 
   static int64_t wide(int64_t dim) { return dim == 0 ? kGranule : round_up(dim, kGranule); }
 
@@ -90,13 +91,23 @@ class DecodePass {
   }
 
   static bool in_place(const RowSource& source, int64_t dim) {
-    return source.element_bytes == bytes_of(source.dtype) && dim != 0 && dim % kGranule == 0;
+    return source.element_bytes == kElement && bytes_of(source.dtype) == kElement && dim != 0;
+  }
+
+  // `count` rows of `dim` elements, as place() has put them.
+  Rows placed(const RowSource& source, int64_t count, int64_t dim) const {
+    if (!in_place(source, dim)) return {rows, ahead, count, wide(dim) / kGranule, 0};
+    return {rows, ahead, count, dim / kGranule, static_cast<uint32_t>(dim % kGranule)};
   }
 
   void read_queries() {
     std::memset(static_cast<void*>(q), 0, static_cast<size_t>(packs * kPack * wide_q) * 4);
     for (int64_t row = 0; row < layout.rows; ++row) {
       const RowSource source = source_of(p.q, p.dtype, lanes->b, lanes->head[row]);
+      if (Format::kQueryVecs < Format::kVecs) {
+        read_row_raw(source.row(lanes->query[row]), source.element_bytes, p.head_dim, wide(p.head_dim), reinterpret_cast<uint16_t*>(q + row * wide_q));
+        continue;
+      }
       read_row(source.row(lanes->query[row]), source.element_bytes, source.dtype, p.head_dim, p.head_dim, row_scratch);
       for (int64_t d = 0; d < p.head_dim; ++d) q[row * wide_q + Format::column(d)] = row_scratch[d];
     }
@@ -113,15 +124,15 @@ class DecodePass {
     for (; j < padded; ++j) to[j] = nothing;
   }
 
-  // The same for the products to read: rows whose elements are strided, or that end within a load, are copied.
+  // The same for the products to read: rows whose elements are strided, or of a dtype that no load can read, are copied.
   void place(const RowSource& source, int64_t first, int64_t count, int64_t padded, int64_t dim) const {
-    point_at(source, first, count, padded, rows);
-    if (in_place(source, dim)) return;
-    const int64_t columns = wide(dim), row_bytes = columns * bytes_of(source.dtype);
+    point_at(source, first, dim == 0 ? 0 : count, padded, rows);
+    if (in_place(source, dim) || dim == 0) return;
+    const int64_t columns = wide(dim);
     for (int64_t j = 0; j < count; ++j) {
-      char* to = copies + j * row_bytes;
-      if (source.dtype == kFp32) {
-        read_row(rows[j], source.element_bytes, kFp32, dim, columns, reinterpret_cast<float*>(to));
+      char* to = copies + j * columns * kElement;
+      if (kElement == 4) {
+        read_row(rows[j], source.element_bytes, source.dtype, dim, columns, reinterpret_cast<float*>(to));
       } else {
         read_row_raw(rows[j], source.element_bytes, dim, columns, reinterpret_cast<uint16_t*>(to));
       }
@@ -138,7 +149,7 @@ class DecodePass {
       for (int64_t pack = 0; pack < packs; ++pack) {
         const int r = pack_rows(pack);
         const auto product = r == 1 ? score_keys<Format, 1> : r == 2 ? score_keys<Format, 2> : score_keys<Format, 4>;
-        product(rows, ahead, wide_q / kGranule, padded, q + pack * kPack * wide_q, wide_q, s + pack * kPackScores + first * r);
+        product(placed(k, padded, p.head_dim), q + pack * kPack * wide_q, wide_q, s + pack * kPackScores + first * r);
       }
     }
   }
@@ -221,17 +232,18 @@ class DecodePass {
       place(v, keys.from + first, count, count, p.value_dim);
       const int64_t left = in_place(k, p.head_dim) ? keys.left - kChunk - first : 0;
       point_at(k, keys.from + kChunk + first, left < 0 ? 0 : left < count ? left : count, count, ahead);
+      const Rows values = placed(v, count, p.value_dim);
       for (int64_t pack = 0; pack < packs; ++pack) {
         if (poisoned) {
-          add_visible(pack, first, count, part.o);
+          add_visible(pack, first, values, part.o);
           continue;
         }
         const int r = pack_rows(pack);
         const float* weights = s + pack * kPackScores + first * r;
         float* to = part.o + pack * kPack * layout.columns;
-        if (r == 1) add<1>(rows, count, weights, to, l + pack * W);
-        if (r == 2) add<2>(rows, count, weights, to, l + pack * W);
-        if (r == 4) add<4>(rows, count, weights, to, l + pack * W);
+        if (r == 1) add<1>(values, weights, to, l + pack * W);
+        if (r == 2) add<2>(values, weights, to, l + pack * W);
+        if (r == 4) add<4>(values, weights, to, l + pack * W);
       }
     }
     for (int64_t row = 0; row < layout.rows; ++row) {
@@ -247,34 +259,39 @@ class DecodePass {
   }
 
   template <int R>
-  void add(const char* const* values, int64_t count, const float* weights, float* to, float* sums) const {
+  void add(const Rows& values, const float* weights, float* to, float* sums) const {
     constexpr int kVecs = W / R < 8 ? W / R : 8;  // of a row of O, in registers
     constexpr int kLoads = kVecs < Format::kVecs ? 1 : kVecs / Format::kVecs;
-    const int64_t loads = wide_v / kGranule;
-    for (int64_t i = 0; i < loads;) {
-      const bool whole = i + kLoads <= loads;
-      const auto product = i == 0 ? (whole ? add_values<Format, R, kLoads, true> : add_values<Format, R, 1, true>)
-                                  : (whole ? add_values<Format, R, kLoads, false> : add_values<Format, R, 1, false>);
-      product(values, ahead, i * Format::kBytes, count, weights, to + i * kGranule, layout.columns, sums);
-      i += whole ? kLoads : 1;
+    int64_t i = 0;
+    for (; i + kLoads <= values.loads; i += kLoads) {
+      const auto product = i == 0 ? add_values<Format, R, kLoads, true> : add_values<Format, R, kLoads, false>;
+      product(values, i, weights, to + i * kGranule, layout.columns, sums);
+    }
+    for (; i < values.loads; ++i) {
+      const auto product = i == 0 ? add_values<Format, R, 1, true> : add_values<Format, R, 1, false>;
+      product(values, i, weights, to + i * kGranule, layout.columns, sums);
+    }
+    if (values.rest != 0) {
+      const auto product = i == 0 ? add_values<Format, R, 0, true> : add_values<Format, R, 0, false>;
+      product(values, i, weights, to + i * kGranule, layout.columns, sums);
     }
   }
 
   // Zero times a hidden value that is not finite would be NaN, so each row meets what it sees and nothing else. Rare, so slow.
-  void add_visible(int64_t pack, int64_t first, int64_t count, float* o) {
+  void add_visible(int64_t pack, int64_t first, const Rows& values, float* o) {
     const int r = pack_rows(pack);
     for (int64_t row = 0; row < r && pack * kPack + row < layout.rows; ++row) {
       const char* seen[kBlock];
       float weights[kBlock + W] = {}, sums[W] = {};
       int64_t n = 0;
-      for (int64_t k = 0; k < count; ++k) {
+      for (int64_t k = 0; k < values.count; ++k) {
         const int64_t at = pack * kPackScores + (first + k) * r + row;
         if (visible[at] == 0) continue;
         weights[n] = s[at];
-        seen[n++] = rows[k];
+        seen[n++] = values.at[k];
       }
       sums[0] = l[pack * W + row];
-      add<1>(seen, n, weights, o + (pack * kPack + row) * layout.columns, sums);
+      add<1>({seen, values.ahead, n, values.loads, values.rest}, weights, o + (pack * kPack + row) * layout.columns, sums);
       l[pack * W + row] = sums[0];
     }
   }

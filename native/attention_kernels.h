@@ -44,6 +44,7 @@ struct AttentionDecodePass {
   extern const AttentionGradientPass backward_bf16; \
   extern const AttentionGradientPass backward_fp16; \
   extern const AttentionDecodePass decode_passes[3]; /* by AttentionDtype */ \
+  extern const AttentionDecodePass decode_bf16; \
   }
 ROOFTILE_DECLARE_PASSES(portable)
 ROOFTILE_DECLARE_PASSES(avx2)
