@@ -18,8 +18,10 @@ using Tiles = SoftwareTiles;
 
 const AttentionPass forward_bf16 = forward_pass<TileEngine<Tiles, 1>>();
 const AttentionPass forward_fp16 = forward_pass<TileEngine<Tiles, 2>>();
+const AttentionPass forward_fp32 = forward_pass<TileEngine<Tiles, 3>>();
 const AttentionGradientPass backward_bf16 = backward_pass<TileEngine<Tiles, 1>>();
 const AttentionGradientPass backward_fp16 = backward_pass<TileEngine<Tiles, 2>>();
+const AttentionGradientPass backward_fp32 = backward_pass<TileEngine<Tiles, 3>>();
 
 }  // namespace ROOFTILE_ISA
 }  // namespace rooftile

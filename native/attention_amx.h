@@ -1,7 +1,7 @@
 // Attention on tiles of bf16 pairs (AMX): matrix products of tiles, and the engine over them.
 //
-// A number of more than 8 significant bits is the sum of two or three bf16 numbers, its planes: bf16 has one, fp16 two. The product of two
-// such numbers is a few products of planes, which all add to the same tile of C.
+// A number of more than 8 significant bits is the sum of a few bf16 numbers, its planes: fp16 has two, fp32 three. The product of
+// two such numbers is a few products of planes, which all add to the same tile of C.
 #pragma once
 
 #include "attention_amx_planes.h"
@@ -35,10 +35,9 @@ ROOFTILE_NOINLINE void tile_block(int64_t steps, PlanarOperand a, PlanarOperand 
     if (M > 1) tiles.template load<2>(lower, row_c);
     if (M > 1 && N > 1) tiles.template load<3>(lower + kTileDwords, row_c);
   }
-  for (int64_t k = 0; k < steps; ++k) {
-#pragma GCC unroll 8
-    for (int i = 0; i < Pairs::kCount; ++i) {
-      const uint32_t *from_a = a.data + Pairs::a[i] * a.plane, *from_b = b.data + Pairs::b[i] * b.plane;
+  for (int i = 0; i < Pairs::kCount; ++i) {
+    const uint32_t *from_a = a.data + Pairs::a[i] * a.plane, *from_b = b.data + Pairs::b[i] * b.plane;
+    for (int64_t k = 0; k < steps; ++k) {
       tiles.template load<6>(from_b, row_b);
       tiles.template load<4>(from_a, row_a);
       tiles.template dot<0, 4, 6>();
@@ -47,9 +46,9 @@ ROOFTILE_NOINLINE void tile_block(int64_t steps, PlanarOperand a, PlanarOperand 
       if (M > 1) tiles.template load<5>(from_a + kTileRows * a.row, row_a);
       if (M > 1) tiles.template dot<2, 5, 6>();
       if (M > 1 && N > 1) tiles.template dot<3, 5, 7>();
+      from_a += a.block;
+      from_b += b.block;
     }
-    a.data += a.block;
-    b.data += b.block;
   }
   tiles.template store<0>(c, row_c);
   if (N > 1) tiles.template store<1>(c + kTileDwords, row_c);
@@ -57,20 +56,42 @@ ROOFTILE_NOINLINE void tile_block(int64_t steps, PlanarOperand a, PlanarOperand 
   if (M > 1 && N > 1) tiles.template store<3>(lower + kTileDwords, row_c);
 }
 
-// C (rows x columns) = or += A B over `depth` dwords of each plane. Whole tiles are read and written: rows of A and C, columns of B
-// and C up to the next multiple of 16, and of the last 16 dwords along the sum those beyond `depth` must be zero in one operand and
-// finite in the other.
+// The same, summed from zero and added to C once: for many small products, whose sum would lose bits in a large C one by one.
+template <class Tiles, class Pairs, Into into, int M, int N>
+void apart_block(int64_t steps, PlanarOperand a, PlanarOperand b, float* c, int64_t ldc, const float* factor) {
+  constexpr int kColumns = N * kTileDwords;
+  alignas(64) float sum[M * kTileRows * kColumns];
+  tile_block<Tiles, Pairs, Into::kStore, M, N>(steps, a, b, sum, kColumns);
+  for (int m = 0; m < M * kTileRows; ++m) {
+    for (int n = 0; n < kColumns; n += W) {
+      float* at = c + m * ldc + n;
+      const Vf term = load(sum + m * kColumns + n);
+      store(at, into == Into::kScaleAdd ? fma(load(at), load(factor + n), term) : load(at) + term);
+    }
+  }
+}
+
+// C (rows x columns) = AB, C += AB, or, apart alone, C = C * factor[column] + AB, over `depth` dwords of each plane. Whole tiles are
+// read and written: rows of A and C, columns of B and C up to the next multiple of 16; and of the last 16 dwords along the sum those
+// beyond `depth` must be zero in one operand and finite in the other.
 template <class Tiles, class Pairs, Into into>
-void multiply(int64_t rows, int64_t columns, int64_t depth, PlanarOperand a, PlanarOperand b, float* c, int64_t ldc) {
+void multiply(int64_t rows, int64_t columns, int64_t depth, PlanarOperand a, PlanarOperand b, float* c, int64_t ldc,
+              const float* factor = nullptr) {
   const int64_t steps = (depth + kTileDwords - 1) / kTileDwords;
   for (int64_t m = 0; m < rows; m += 2 * kTileRows) {
     const bool both_rows = rows - m > kTileRows;
     PlanarOperand panel = b;
     for (int64_t n = 0; n < columns; n += 2 * kTileDwords, panel.data += 2 * kTileDwords) {
       const bool both_columns = columns - n > kTileDwords;
-      const auto block = both_rows ? both_columns ? tile_block<Tiles, Pairs, into, 2, 2> : tile_block<Tiles, Pairs, into, 2, 1>
-                                   : both_columns ? tile_block<Tiles, Pairs, into, 1, 2> : tile_block<Tiles, Pairs, into, 1, 1>;
-      block(steps, a, panel, c + n, ldc);
+      if constexpr (Pairs::kApart && into != Into::kStore) {
+        const auto block = both_rows ? both_columns ? apart_block<Tiles, Pairs, into, 2, 2> : apart_block<Tiles, Pairs, into, 2, 1>
+                                     : both_columns ? apart_block<Tiles, Pairs, into, 1, 2> : apart_block<Tiles, Pairs, into, 1, 1>;
+        block(steps, a, panel, c + n, ldc, factor + (into == Into::kScaleAdd ? n : 0));
+      } else {
+        const auto block = both_rows ? both_columns ? tile_block<Tiles, Pairs, into, 2, 2> : tile_block<Tiles, Pairs, into, 2, 1>
+                                     : both_columns ? tile_block<Tiles, Pairs, into, 1, 2> : tile_block<Tiles, Pairs, into, 1, 1>;
+        block(steps, a, panel, c + n, ldc);
+      }
     }
     a.data += 2 * kTileRows * a.row;
     c += 2 * kTileRows * ldc;
@@ -127,7 +148,7 @@ struct TileEngine {
   using Sum = typename PlanePairs<Planes>::Sums;
   using Scalar = uint32_t;
   using Region = typename Tiles::Region;
-  static constexpr bool kRounds = Planes == 1;     // two planes lose too little for a row sum of its own
+  static constexpr bool kRounds = Planes == 1;     // more planes lose too little for a row sum of its own
   static constexpr bool kFiniteOnly = Planes > 1;  // an infinite operand times a lower plane of zero would be NaN
   static constexpr int64_t kKeyTile = 128;         // four tiles along the sum of the product with V
   static constexpr int64_t kKeyAlign = 32;         // a group's part of a key tile starts at a whole tile of V^T
@@ -208,10 +229,11 @@ struct TileEngine {
     stripe_maximum<Vecs, Masked>(keys, s, visible, m);
     settle_maximum<Vecs>(m, c, running, factor, shift);
     for (int n = 0; n < Vecs; ++n) {
-      total[n] = load(l + n * W) * load(factor + n * W);
+      total[n] = Sum::kApart ? Vf{} : load(l + n * W) * load(factor + n * W);
       if (keys % 2 != 0) store(s + keys * kLanes + n * W, set1(-kInfinity));
     }
     const int64_t pairs = (keys + 1) / 2, whole = round_up(pairs, int64_t{kTileRows});
+    Vf of_tile[kKeyTile / 2 / kTileRows][Planes][Vecs];
     for (int64_t first = 0; first < pairs; first += kTileRows) {
       Vf sum[Planes][2][Vecs] = {};
       const int64_t last = first + kTileRows < pairs ? first + kTileRows : pairs;
@@ -231,15 +253,20 @@ struct TileEngine {
           }
         }
       }
-      for (int plane = Planes - 1; plane >= 0; --plane) {
-        for (int n = 0; n < Vecs; ++n) total[n] = total[n] + (sum[plane][0][n] + sum[plane][1][n]);
+      for (int plane = 0; plane < Planes; ++plane) {
+        for (int n = 0; n < Vecs; ++n) of_tile[first / kTileRows][plane][n] = sum[plane][0][n] + sum[plane][1][n];
+      }
+    }
+    for (int plane = Planes - 1; plane >= 0; --plane) {
+      for (int64_t tile = 0; tile < whole / kTileRows; ++tile) {
+        for (int n = 0; n < Vecs; ++n) total[n] = total[n] + of_tile[tile][plane][n];
       }
     }
     for (int64_t row = Planes * pairs; row < Planes * whole; ++row) {
       for (int n = 0; n < Vecs; ++n) store(probabilities + row * kLanes + n * W, Vu{});
     }
     for (int n = 0; n < Vecs; ++n) {
-      store(l + n * W, total[n]);
+      store(l + n * W, Sum::kApart ? fma(load(l + n * W), load(factor + n * W), total[n]) : total[n]);
       if (kRounds) store(exact + n * W, fma(load(exact + n * W), load(factor + n * W), exact_sum[n]));
     }
   }
@@ -284,9 +311,10 @@ struct TileEngine {
   }
   static void accumulate(int vecs, int64_t keys, int64_t dim, RowOperand<Scalar> v, int64_t from, float* s, Scalar* probabilities,
                          const float* factor, float* out) {
-    scale_lanes(vecs, dim, factor, out);
-    multiply<Tiles, Sum, Into::kAdd>(dim, vecs * W, (keys + 1) / 2, {v.data + from / 2 * Planes, v.step, kTileDwords, kBlock},
-                                     {chosen(s, probabilities), Planes * kLanes, kLanes, kTileRows * Planes * kLanes}, out, kLanes);
+    if (!Sum::kApart) scale_lanes(vecs, dim, factor, out);
+    constexpr Into into = Sum::kApart ? Into::kScaleAdd : Into::kAdd;
+    multiply<Tiles, Sum, into>(dim, vecs * W, (keys + 1) / 2, {v.data + from / 2 * Planes, v.step, kTileDwords, kBlock},
+                               {chosen(s, probabilities), Planes * kLanes, kLanes, kTileRows * Planes * kLanes}, out, kLanes, factor);
   }
   // out[dim][lane] *= factor[lane], where any factor is not 1: with a settled maximum few tiles of keys have one.
   static ROOFTILE_NOINLINE void scale_lanes(int vecs, int64_t dim, const float* factor, float* out) {

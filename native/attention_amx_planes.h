@@ -8,15 +8,22 @@
 namespace rooftile {
 namespace ROOFTILE_ISA {
 
-// Which planes of A and B are multiplied, the smallest products first. Rounding to nearest leaves |a1| <= 2^-8 |a0|.
+// Which planes of A and B are multiplied, the smallest products first. kApart: sums are added to C once.
 struct OneByOne {
   static constexpr int kCount = 1, a[kCount] = {0}, b[kCount] = {0};
+  static constexpr bool kApart = false;
 };
 struct TwoByTwo {
   static constexpr int kCount = 4, a[kCount] = {1, 1, 0, 0}, b[kCount] = {1, 0, 1, 0};
+  static constexpr bool kApart = false;
 };
 struct TwoByTwoUpper {
   static constexpr int kCount = 3, a[kCount] = {1, 0, 0}, b[kCount] = {0, 1, 0};
+  static constexpr bool kApart = false;
+};
+struct ThreeByThreeUpper {
+  static constexpr int kCount = 6, a[kCount] = {2, 1, 0, 1, 0, 0}, b[kCount] = {0, 1, 2, 0, 1, 0};
+  static constexpr bool kApart = true;
 };
 
 // Scores: products with no error of their own, since an exponential makes the absolute error of a score a relative one of its
@@ -35,24 +42,39 @@ struct PlanePairs<2> {
   using Scores = TwoByTwo;
   using Sums = TwoByTwoUpper;
 };
+// fp32, with an error no larger than that of fused multiply-adds. Let u = 2^-24 and 2^e <= |a| < 2^(e+1). Rounding to nearest leaves
+// |a - a0| <= 2^(e-8), then |a - a0 - a1| <= 2^(e-17); both are multiples of 2^(e-23), so the second has at most 7 bits and is a2:
+// three planes are exact (down to 2^-109, below which a2 is subnormal and counts as zero). The products left out are at most
+// |a1 b2| + |a2 b1| + |a2 b2| <= (2^-25 + 2^-25 + 2^-34) |a b|, which is u |a b|: one rounding of each product. Products of planes are
+// exact. A sum over n, taken in tiles of 32 numbers, even and odd ones apart, rounds what a0 b0 contributes at most 16 times in its
+// tile, once for even plus odd and n / 32 times in C, at most 17 + n / 32 + 1 in all; a chain of fused multiply-adds rounds it up to n
+// times. The other products together are 2^-7 of that and come first, while C is as small as they are.
+template <>
+struct PlanePairs<3> {
+  using Scores = ThreeByThreeUpper;
+  using Sums = ThreeByThreeUpper;
+};
 
-// The bf16 number nearest to each lane, in fp32.
+// The bf16 number nearest to each lane, in fp32; the nearest finite one where rounding would give Inf.
 ROOFTILE_INLINE Vf nearest_bf16(Vf x) {
-  const Vu bits = (Vu)x;
-  return (Vf)((bits + set1(0x7fffu) + ((bits >> 16) & set1(1u))) & set1(0xffff0000u));
+  const Vu bits = (Vu)x, exponent = set1(0x7f800000u);
+  const Vu nearest = bits + set1(0x7fffu) + ((bits >> 16) & set1(1u));
+  const Vu overflows = (Vu)((nearest & exponent) == exponent);
+  return (Vf)((Vu)select(overflows, x, (Vf)nearest) & set1(0xffff0000u));
 }
 
 // Lanes of `low` and `high`, neighbours in one dword, plane by plane. Inf and NaN have lower planes of zero.
 template <int Planes>
 ROOFTILE_INLINE void split_neighbours(Vf low, Vf high, int64_t plane_step, uint32_t* to) {
-  for (int plane = 0; plane < Planes; ++plane) {
-    store(to + plane * plane_step, neighbours_bf16(low, high));
-    if (plane + 1 == Planes) return;
-    low = low - nearest_bf16(low);
-    high = high - nearest_bf16(high);
+  for (int plane = 0; plane + 1 < Planes; ++plane) {
+    const Vf upper_low = nearest_bf16(low), upper_high = nearest_bf16(high);
+    store(to + plane * plane_step, neighbours_bf16(select((Vu)(low == low), upper_low, low), select((Vu)(high == high), upper_high, high)));
+    low = low - upper_low;
+    high = high - upper_high;
     low = select((Vu)(low == low), low, Vf{});
     high = select((Vu)(high == high), high, Vf{});
   }
+  store(to + (Planes - 1) * plane_step, neighbours_bf16(low, high));
 }
 
 // One row in planes, zeros up to a multiple of 32.

@@ -10,6 +10,7 @@ namespace rooftile {
 namespace ROOFTILE_ISA {
 
 constexpr int64_t kEnoughTasks = 16;
+constexpr float kCoarseLse = 8192.0f;  // above it half an ulp of an fp32 LSE is 2^-11 and more
 
 // How a problem falls into tasks, from shapes alone. Sequences and heads that share a bias gradient share a task.
 struct BackwardTasks {
@@ -45,7 +46,8 @@ struct BackwardBlock {
   LaneGroup lanes;
   Scalar *q_t, *dout_t;        // [depth][lane]: operand B of the scores and of dP
   Scalar *q_rows, *dout_rows;  // operand B of dK and dV
-  float *lse, *d;              // [lane]; D = rowsum(dO * O) - dLSE
+  float *shift, *weight;       // [lane]; P = exp(score - shift) * weight: the LSE and 1, or see restate_rows
+  float* d;                    // [lane]; D = rowsum(dO * O) - dLSE
   int bad, bad_lane[kLanes];   // lanes where Q or dO is not finite: there q_rows and dout_rows have zeros
 };
 
@@ -66,10 +68,13 @@ class BackwardPass {
     block.dout_t = arena->take<Scalar>(wide_v * kLanes);
     block.q_rows = arena->take<Scalar>(Engine::row_sum_operand(columns_q));
     block.dout_rows = arena->take<Scalar>(Engine::row_sum_operand(columns_v));
-    block.lse = arena->take<float>(kLanes);
+    block.shift = arena->take<float>(kLanes);
+    block.weight = arena->take<float>(kLanes);
     block.d = arena->take<float>(kLanes);
     k_rows = arena->take<Scalar>(kBackwardChunk * wide_q);
     clean_scratch = arena->take<Scalar>(kBackwardChunk * wide_q);
+    restated_k = arena->take<Scalar>(kBackwardKeys * wide_q);
+    factor = arena->take<float>(kLanes);
     v_rows = arena->take<Scalar>(kBackwardChunk * wide_v);
     k_columns = arena->take<Scalar>(Engine::key_columns(columns_q));
     dk = arena->take<float>(kBackwardChunk * columns_q);
@@ -129,7 +134,8 @@ class BackwardPass {
   float *numbers, *dk, *dv, *s, *dp, *extra, *slope;
   uint32_t *visible, *keep;
   const Scalar* clean_k;            // k_rows, or a copy in which keys that are not finite are zeroed
-  Scalar* clean_scratch;
+  Scalar *clean_scratch, *restated_k;
+  float* factor;
   int64_t bad_keys = 0, bad_key[kBackwardChunk];
 
   float* dq_of(int64_t part, int64_t b, int64_t h) {
@@ -159,7 +165,7 @@ class BackwardPass {
           set_bad_keys_aside(k, begin, count);
           Engine::key_columns_of(clean_k, wide_q, count, columns_q, k_columns);
         }
-        open_block();
+        open_block(k);
         for (int64_t j = begin; j < end; j += kBackwardKeys) {
           const int64_t to = j + kBackwardKeys < end ? j + kBackwardKeys : end;
           if (block.lanes.sees(j, to)) step(begin, j, to, dq + (which * tasks.blocks + i) * dq_block());
@@ -184,7 +190,7 @@ class BackwardPass {
     clean_k = clean_scratch;
   }
 
-  void open_block() {
+  void open_block(const RowSource& k) {
     const LaneGroup& g = block.lanes;
     bool bad[kLanes] = {};
     const int64_t padded_rows = round_up(g.rows, 16);
@@ -203,12 +209,15 @@ class BackwardPass {
       Engine::clean_row(rows + lane * wide_v, p.value_dim);
     }
     Engine::sum_over_rows(rows, wide_v, g.rows, columns_v, block.dout_rows);
+    bool restate = false;
     for (int lane = 0; lane < kLanes; ++lane) {
-      block.lse[lane] = kInfinity;  // a lane without a query has probabilities of zero
+      block.shift[lane] = kInfinity;  // a lane without a query has probabilities of zero
+      block.weight[lane] = 1.0f;
       block.d[lane] = 0.0f;
       if (lane >= g.rows) continue;
       const int64_t at = (g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane];
-      block.lse[lane] = p.lse[at];
+      block.shift[lane] = p.lse[at];
+      restate = restate || (finite(p.lse[at]) && std::fabs(p.lse[at]) > kCoarseLse);
       const RowSource out = source_of(p.out, p.out_dtype, g.b, g.head[lane]), dout = source_of(grad.dout, p.dtype, g.b, g.head[lane]);
       read_row(out.row(g.query[lane]), out.element_bytes, out.dtype, p.value_dim, columns_v, numbers);
       read_row(dout.row(g.query[lane]), dout.element_bytes, dout.dtype, p.value_dim, columns_v, numbers + columns_v);
@@ -218,6 +227,49 @@ class BackwardPass {
       for (int i = 0; i < W; ++i) total += sum[i];
       block.d[lane] = total - (grad.dlse == nullptr ? 0.0f : grad.dlse[at]);
     }
+    if (restate) restate_rows(k);
+  }
+
+  // An fp32 LSE of large magnitude has lost the logarithm of its row sum: beside scores of finfo.min nothing of it is left, and
+  // exp(score - LSE) would be 1 for every key. For such a block the maximum and the row sum are taken again, apart.
+  void restate_rows(const RowSource& k) {
+    const LaneGroup& g = block.lanes;
+    alignas(64) float m[kLanes], l[kLanes] = {};
+    for (int lane = 0; lane < kLanes; ++lane) m[lane] = -kInfinity;
+    for (int64_t from = g.first; from < g.last; from += kBackwardKeys) {
+      const int64_t count = from + kBackwardKeys < g.last ? kBackwardKeys : g.last - from;
+      const RowOperand<Scalar> keys = Engine::row_operand(k, from, count, p.head_dim, restated_k);
+      gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.head_dim), keys.data, keys.step, block.q_t, kLanes, s,
+                                                     kLanes);
+      const bool masked = find_visible(from, count);
+      cap_and_bias(p, g.vecs, count, s, p.bias.data != nullptr ? extra : nullptr);
+      if (masked) {
+        softmax_fp32<true>(g.vecs, count, kLog2E, s, visible, m, l, factor);
+      } else {
+        softmax_fp32<false>(g.vecs, count, kLog2E, s, visible, m, l, factor);
+      }
+    }
+    for (int lane = 0; lane < g.rows; ++lane) {
+      if (!finite(block.shift[lane]) || m[lane] == -kInfinity) continue;
+      if (p.sinks != nullptr) {
+        const float sink = p.sinks[g.head[lane]], top = m[lane] > sink ? m[lane] : sink;
+        l[lane] = l[lane] * std::exp(m[lane] - top) + std::exp(sink - top);
+        m[lane] = top;
+      }
+      block.shift[lane] = m[lane];
+      block.weight[lane] = 1.0f / l[lane];
+    }
+  }
+
+  // `visible` and `extra` (the bias) of keys [from, from + count); whether they hide or shift anything.
+  bool find_visible(int64_t from, int64_t count) {
+    const LaneGroup& g = block.lanes;
+    const bool bias = p.bias.data != nullptr, dense = p.dense.data != nullptr;
+    if (!bias && !dense && g.sees_all(from, from + count)) return false;
+    visible_from_intervals(g, from, count, visible);
+    if (dense) hide_by_dense(p.dense, g, from, count, visible);
+    if (bias) read_bias(p, g, from, count, extra, visible);
+    return true;
   }
 
   void gather_rows(const TensorView& view, int64_t dim, int64_t wide, int64_t padded_rows, bool* bad) {
@@ -237,19 +289,13 @@ class BackwardPass {
   void step(int64_t chunk_begin, int64_t from, int64_t to, float* dq) {
     const LaneGroup& g = block.lanes;
     const int64_t count = to - from, at = from - chunk_begin;
-    const bool bias = p.bias.data != nullptr, dense = p.dense.data != nullptr;
-    const bool masked = dense || bias || !g.sees_all(from, to);
     gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.head_dim), k_rows + at * wide_q, wide_q, block.q_t,
                                                    kLanes, s, kLanes);
     gemm<typename Engine::Op, Into::kStore, false>(count, g.vecs, Engine::depth(p.value_dim), v_rows + at * wide_v, wide_v,
                                                    block.dout_t, kLanes, dp, kLanes);
-    if (masked) {
-      visible_from_intervals(g, from, count, visible);
-      if (dense) hide_by_dense(p.dense, g, from, count, visible);
-      if (bias) read_bias(p, g, from, count, extra, visible);
-    }
+    const bool masked = find_visible(from, count);
     if (p.drop_below != 0) read_keep(p, g, from, count, keep);
-    const bool general = bias || p.softcap > 0.0f || p.drop_below != 0;
+    const bool general = p.bias.data != nullptr || p.softcap > 0.0f || p.drop_below != 0;
     if (general) {
       probabilities<true>(count, masked);
       if (grad.dbias.data != nullptr) add_dbias(from, count);
@@ -278,7 +324,7 @@ class BackwardPass {
           score = set1(p.softcap) * t;
         }
         if (General && p.bias.data != nullptr) score = score + load(extra + at);
-        const Vf prob = exp2_lanes((score - load(block.lse + n * W)) * log2e);
+        const Vf prob = exp2_lanes((score - load(block.shift + n * W)) * log2e) * load(block.weight + n * W);
         Vf used = prob;
         if (General && p.drop_below != 0) {
           const Vu kept = load(keep + at);

@@ -45,10 +45,14 @@ int32_t machine_path() {
 
 int32_t chosen_path(const AttentionProblem& p) {
   const int32_t path = p.path == kPathAuto ? machine_path() : p.path;
-  // Paths that differ only in products of 16-bit numbers are one path for other dtypes.
-  if (path == kPathAvx512Bf16 && p.dtype != kBf16) return kPathAvx512;
-  if (path == kPathAmx && p.dtype == kFp32) return kPathAvx512;
-  return path == kPathAmxSoftware && p.dtype == kFp32 ? kPathPortable : path;
+  // Paths that differ only in bf16 products are one path for other dtypes.
+  return path == kPathAvx512Bf16 && p.dtype != kBf16 ? kPathAvx512 : path;
+}
+
+// The pass of the problem's dtype, where each has arithmetic of its own.
+template <typename Pass>
+const Pass* by_dtype(const AttentionProblem& p, const Pass& fp32, const Pass& bf16, const Pass& fp16) {
+  return p.dtype == kFp32 ? &fp32 : p.dtype == kBf16 ? &bf16 : &fp16;
 }
 
 const AttentionPass* forward_of(const AttentionProblem& p) {
@@ -60,9 +64,9 @@ const AttentionPass* forward_of(const AttentionProblem& p) {
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::forward_bf16 : nullptr;
 #endif
 #if defined(ROOFTILE_AMX)
-    case kPathAmx: return !has_tiles() ? nullptr : p.dtype == kBf16 ? &amx::forward_bf16 : &amx::forward_fp16;
+    case kPathAmx: return has_tiles() ? by_dtype(p, amx::forward_fp32, amx::forward_bf16, amx::forward_fp16) : nullptr;
 #endif
-    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::forward_bf16 : &amx_software::forward_fp16;
+    case kPathAmxSoftware: return by_dtype(p, amx_software::forward_fp32, amx_software::forward_bf16, amx_software::forward_fp16);
     default: return nullptr;
   }
 }
@@ -76,9 +80,9 @@ const AttentionGradientPass* backward_of(const AttentionProblem& p) {
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::backward_bf16 : nullptr;
 #endif
 #if defined(ROOFTILE_AMX)
-    case kPathAmx: return !has_tiles() ? nullptr : p.dtype == kBf16 ? &amx::backward_bf16 : &amx::backward_fp16;
+    case kPathAmx: return has_tiles() ? by_dtype(p, amx::backward_fp32, amx::backward_bf16, amx::backward_fp16) : nullptr;
 #endif
-    case kPathAmxSoftware: return p.dtype == kBf16 ? &amx_software::backward_bf16 : &amx_software::backward_fp16;
+    case kPathAmxSoftware: return by_dtype(p, amx_software::backward_fp32, amx_software::backward_bf16, amx_software::backward_fp16);
     default: return nullptr;
   }
 }
@@ -97,9 +101,9 @@ const AttentionDecodePass* decode_of(const AttentionProblem& p) {
     case kPathAmxSoftware: return &portable::decode_passes[p.dtype];
 #if defined(ROOFTILE_X86)
     case kPathAvx2: return machine_isa >= kAvx2 ? &avx2::decode_passes[p.dtype] : nullptr;
-    case kPathAvx512:
-    case kPathAmx: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
+    case kPathAvx512: return machine_isa >= kAvx512 ? &avx512::decode_passes[p.dtype] : nullptr;
     case kPathAvx512Bf16: return has_bf16_products() ? &avx512bf16::decode_bf16 : nullptr;
+    case kPathAmx: return has_tiles() ? &avx512::decode_passes[p.dtype] : nullptr;  // vdpbf16ps is slow where AMX is
 #endif
     default: return nullptr;
   }
@@ -163,9 +167,10 @@ ROOFTILE_API int32_t rooftile_attention_best_path() { return machine_path(); }
 
 ROOFTILE_API int32_t rooftile_attention_forward(const AttentionProblem* problem) {
   if (!usable(*problem)) return -1;
-  if (const AttentionDecodePass* decode = decode_of(*problem)) return execute(*decode, *problem);
   const AttentionPass* pass = forward_of(*problem);
-  return pass == nullptr ? -2 : execute(*pass, *problem);
+  if (pass == nullptr) return -2;
+  const AttentionDecodePass* decode = decode_of(*problem);
+  return decode != nullptr ? execute(*decode, *problem) : execute(*pass, *problem);
 }
 
 ROOFTILE_API int32_t rooftile_attention_backward(const AttentionProblem* problem, const AttentionGradients* gradients) {

@@ -106,7 +106,7 @@ ROOFTILE_API int32_t rooftile_score(const void* in, int32_t source, const ScoreI
     if (!usable(inputs[r].blocks, source, &isa)) return -1;
   const int64_t rows = inputs[0].blocks.rows, cols = inputs[0].blocks.cols;
   const int64_t across = (cols + task_cols - 1) / task_cols, tasks = (rows + task_rows - 1) / task_rows * across;
-  const int team = team_size(rows * cols, tasks, threads);
+  [[maybe_unused]] const int team = team_size(rows * cols, tasks, threads);  // unused without OpenMP
   std::vector<double> sums(static_cast<size_t>(2 * tasks * recipes));
 #pragma omp parallel num_threads(team) if (team > 1)
   {

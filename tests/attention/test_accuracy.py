@@ -12,7 +12,7 @@ import torch
 from rooftile.errors import UsageError
 
 from .inputs import Case
-from .support import DTYPES, EVERY_KERNEL, EVERY_PLAIN_KERNEL, attend, complaints, run
+from .support import DTYPES, EVERY_KERNEL, EVERY_PLAIN_KERNEL, KERNELS, SLOW_KERNEL, attend, complaints, run
 from .tolerance import Judge
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,6 +46,8 @@ LENGTHS = [
             Case(513, 239, heads=(2, 1), mask="causal-top-left"),
         ]
     ),
+]
+LONG = [
     Case(799, 1030, head_dim=64, heads=(2, 1), dtype=FP32),
     Case(1030, 799, head_dim=32, heads=(1, 1), dtype=BF16, mask="window-sides"),
     Case(1030, 799, head_dim=64, heads=(1, 1), dtype=FP16),
@@ -58,6 +60,12 @@ LENGTHS = [
 @EVERY_KERNEL
 @pytest.mark.parametrize("case", LENGTHS, ids=str)
 def test_every_length_and_head_dim_is_as_exact_as_eager(case: Case, kernel: str):
+    assert complaints(kernel, case) == []
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != SLOW_KERNEL], indirect=True)
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_long_sequences_are_as_exact_as_eager(case: Case, kernel: str):
     assert complaints(kernel, case) == []
 
 

@@ -51,7 +51,7 @@ def test_one_two_and_three_threads_give_the_same_bits(kernel: str, number: int):
 @pytest.mark.usefixtures("threads")
 def test_fifty_repeats_on_three_threads_give_the_same_bits(kernel: str, dtype: torch.dtype):
     torch.set_num_threads(3)
-    case = Case(97, 130, head_dim=40, heads=(4, 2), batch=1, mask="causal", dtype=dtype)
+    case = Case(66, 70, head_dim=24, heads=(2, 1), batch=1, mask="causal", dtype=dtype)
     expected = results(kernel, case)
     for _ in range(50):
         for name, value in results(kernel, case).items():

@@ -21,7 +21,7 @@ def build_native_library() -> Path:
     """Configure and build in a scratch folder, then move the library into build/ under the name of its sources'
     digest.
     """
-    sources = sorted((ROOT / "native").iterdir())
+    sources = sorted(path for path in (ROOT / "native").iterdir() if path.is_file())
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     library = ROOT / "build" / "tests" / f"librooftile_native-{digest}.so"
     if not library.is_file():

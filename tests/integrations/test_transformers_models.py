@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -216,6 +217,20 @@ def test_a_model_that_writes_attention_out_by_itself_is_refused():
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="rooftile")
     with pytest.raises(UsageError, match="BloomConfig doesn't call transformers' attention interface"):
         model(input_ids=tokens())
+
+
+def test_a_transformers_without_the_mask_interface_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def older(batch_size: int, cache_position: Tensor, kv_length: int) -> None:
+        """As it was called before."""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.masking_utils, "sdpa_mask", older)
+        with pytest.raises(UsageError, match="needs a newer transformers"):
+            register()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers.masking_utils", None)
+        with pytest.raises(UsageError, match="needs transformers with its mask interface"):
+            register()
 
 
 def test_register_twice_is_once():

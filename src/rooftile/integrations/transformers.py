@@ -17,6 +17,7 @@ are for ``"sdpa"``: the compiler can't look into the functions that describe the
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -43,16 +44,21 @@ _NEUTRAL = frozenset({
 def register() -> None:
     """Make ``"rooftile"`` an attention implementation of the installed transformers; twice is once.
 
-    Raises :class:`~rooftile.errors.UsageError` where transformers is missing or older than its mask interface (4.53).
+    Raises :class:`~rooftile.errors.UsageError` where transformers is missing, or has not the mask interface of release
+    5, which speaks of lengths and offsets.
     """
+    way_out = "install it with `pip install -U 'transformers>=5'`."
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
         raise UsageError(
-            "attn_implementation='rooftile' needs transformers with its attention and mask interfaces, 4.53 or newer "
-            f"({error}); install it with `pip install 'transformers>=4.53'`."
+            f"attn_implementation='rooftile' needs transformers with its mask interface ({error}); {way_out}"
         ) from error
+    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+        raise UsageError(
+            f"attn_implementation='rooftile' needs a newer transformers, whose masks have offsets; {way_out}"
+        )
     readings_agree()  # now, and not in the middle of a forward pass that someone records
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
@@ -75,6 +81,8 @@ def attention_forward(
     """
     from rooftile._attention import attention
 
+    if cu_seq_lens_q is not None:
+        rest.pop("seq_idx", None)  # the same packing, for the layers of hybrid models that are no attention
     _refuse_unknown(rest)
     if s_aux is not None and sinks is not None:
         raise UsageError(f"{type(module).__name__} gives its sinks twice, as s_aux and as sinks; give one of them.")
