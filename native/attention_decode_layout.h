@@ -74,9 +74,10 @@ class DecodeLayout {
       (sequences[middle].tasks_before <= index ? b : behind) = middle;
     }
     const Sequence& s = sequences[b];
-    const int64_t local = index - s.tasks_before, span = local % s.tasks(), end = s.first + s.chunks;
-    const int64_t first = s.first + span * kChunksPerTask;
-    return {b, local / s.tasks(), first, first + kChunksPerTask < end ? first + kChunksPerTask : end};
+    // Heads one behind the other over the same keys: where heads of a token are neighbours, they share pages of memory.
+    const int64_t local = index - s.tasks_before, end = s.first + s.chunks;
+    const int64_t first = s.first + local / p.kv_heads * kChunksPerTask;
+    return {b, local % p.kv_heads, first, first + kChunksPerTask < end ? first + kChunksPerTask : end};
   }
 
   int64_t first_chunk(int64_t b) const { return sequences[b].first; }
