@@ -127,13 +127,13 @@ ROOFTILE_INLINE Vf sum_lanes(Vf v[W]) {
 #endif
 }
 
-// The products of one load of a key with R rows of Q.
+// The products of one load of a key with R rows of Q, whose parts of this load lie side by side.
 template <class Format, int R>
-ROOFTILE_INLINE void multiply(typename Format::Load key, const float* q, int64_t wide, Vf* sums) {
+ROOFTILE_INLINE void multiply(typename Format::Load key, const float* q, Vf* sums) {
 #if defined(__AVX512BF16__)
   if constexpr (Format::kQueryVecs < Format::kVecs) {
     for (int r = 0; r < R; ++r) {
-      sums[r] = (Vf)_mm512_dpbf16_ps((__m512)sums[r], (__m512bh)key, (__m512bh)_mm512_loadu_si512(q + r * wide));
+      sums[r] = (Vf)_mm512_dpbf16_ps((__m512)sums[r], (__m512bh)_mm512_loadu_si512(q + r * W), (__m512bh)key);
     }
     return;
   }
@@ -141,7 +141,7 @@ ROOFTILE_INLINE void multiply(typename Format::Load key, const float* q, int64_t
   Vf x[Format::kVecs];
   Format::widen(key, x);
   for (int n = 0; n < Format::kVecs; ++n) {
-    for (int r = 0; r < R; ++r) sums[r] = fma(x[n], load(q + r * wide + n * W), sums[r]);
+    for (int r = 0; r < R; ++r) sums[r] = fma(x[n], load(q + (r * Format::kVecs + n) * W), sums[r]);
   }
 }
 
@@ -154,25 +154,25 @@ struct Rows {
   uint32_t rest;   // elements behind them
 };
 
-// s[key][row] = Q K^T for the keys, a multiple of W / R, and R rows of Q that lie `wide` apart.
-template <class Format, int R>
-ROOFTILE_NOINLINE void score_keys(Rows keys, const float* q, int64_t wide, float* s) {
+// s[key][row] = Q K^T for the keys, a multiple of W / R, and R rows of Q: load by load, row by row. Rest: whether a row ends within
+// a load; in one function with the other case the sums would not stay in registers.
+template <class Format, int R, bool Rest>
+ROOFTILE_NOINLINE void score_keys(Rows keys, const float* q, float* s) {
   constexpr int kKeys = W / R;
+  constexpr int64_t kStep = R * Format::kQueryVecs * W;  // of Q from load to load
+  const int64_t bytes = keys.loads * Format::kBytes;
   for (int64_t k = 0; k < keys.count; k += kKeys) {
     Vf sums[W] = {};
-    for (int64_t i = 0; i < keys.loads; ++i) {
+    const float* part = q;
+    for (int64_t at = 0; at < bytes; at += Format::kBytes, part += kStep) {
       for (int key = 0; key < kKeys; ++key) {
-        __builtin_prefetch(keys.ahead[k + key] + i * Format::kBytes, 0, 2);
-        multiply<Format, R>(Format::load_all(keys.at[k + key] + i * Format::kBytes), q + i * Format::kQueryVecs * W, wide, sums + key * R);
+        __builtin_prefetch(keys.ahead[k + key] + at, 0, 2);
+        multiply<Format, R>(Format::load_all(keys.at[k + key] + at), part, sums + key * R);
       }
     }
-    if (keys.rest != 0) {
-      const int64_t i = keys.loads;
-      for (int key = 0; key < kKeys; ++key) {
-        __builtin_prefetch(keys.ahead[k + key] + i * Format::kBytes, 0, 2);
-        multiply<Format, R>(Format::load_first(keys.at[k + key] + i * Format::kBytes, keys.rest), q + i * Format::kQueryVecs * W, wide,
-                            sums + key * R);
-      }
+    for (int key = 0; Rest && key < kKeys; ++key) {
+      __builtin_prefetch(keys.ahead[k + key] + bytes, 0, 2);
+      multiply<Format, R>(Format::load_first(keys.at[k + key] + bytes, keys.rest), part, sums + key * R);
     }
     store(s + k * R, sum_lanes(sums));
   }
@@ -184,10 +184,9 @@ ROOFTILE_NOINLINE void score_keys(Rows keys, const float* q, int64_t wide, float
 template <class Format, int R, int Loads, bool Sum>
 ROOFTILE_NOINLINE void add_values(Rows values, int64_t first, const float* p, float* o, int64_t wide, float* l) {
   constexpr int kVecs = (Loads == 0 ? 1 : Loads) * Format::kVecs;
-  Vf sums[R][kVecs], total = load(l);
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < kVecs; ++n) sums[r][n] = load(o + r * wide + n * W);
-  }
+  Vf sums[R * kVecs], total = load(l);
+#pragma GCC unroll 16
+  for (int i = 0; i < R * kVecs; ++i) sums[i] = load(o + i / kVecs * wide + i % kVecs * W);
   for (int64_t k = 0; k < values.count; ++k) {
     const char* at = values.at[k] + first * Format::kBytes;
     const char* ahead = values.ahead[k] + first * Format::kBytes;
@@ -202,13 +201,12 @@ ROOFTILE_NOINLINE void add_values(Rows values, int64_t first, const float* p, fl
     }
     for (int r = 0; r < R; ++r) {
       const Vf weight = set1(p[k * R + r]);
-      for (int n = 0; n < kVecs; ++n) sums[r][n] = fma(weight, x[n], sums[r][n]);
+      for (int n = 0; n < kVecs; ++n) sums[r * kVecs + n] = fma(weight, x[n], sums[r * kVecs + n]);
     }
     if (Sum) total = total + load(p + k * R);  // lanes behind R hold what nobody reads
   }
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < kVecs; ++n) store(o + r * wide + n * W, sums[r][n]);
-  }
+#pragma GCC unroll 16
+  for (int i = 0; i < R * kVecs; ++i) store(o + i / kVecs * wide + i % kVecs * W, sums[i]);
   if (Sum) store(l, total);
 }
 

@@ -100,16 +100,27 @@ class DecodePass {
     return {rows, ahead, count, dim / kGranule, static_cast<uint32_t>(dim % kGranule)};
   }
 
+  // Q of every pack, as score_keys reads it.
   void read_queries() {
+    constexpr int64_t kPart = Format::kQueryVecs * W;  // of a row, for one load of a key
     std::memset(static_cast<void*>(q), 0, static_cast<size_t>(packs * kPack * wide_q) * 4);
     for (int64_t row = 0; row < layout.rows; ++row) {
       const RowSource source = source_of(p.q, p.dtype, lanes->b, lanes->head[row]);
-      if (Format::kQueryVecs < Format::kVecs) {
-        read_row_raw(source.row(lanes->query[row]), source.element_bytes, p.head_dim, wide(p.head_dim), reinterpret_cast<uint16_t*>(q + row * wide_q));
-        continue;
+      const char* from = source.row(lanes->query[row]);
+      if (kPart < kGranule) {
+        read_row_raw(from, source.element_bytes, p.head_dim, wide_q, reinterpret_cast<uint16_t*>(row_scratch));
+      } else {
+        read_row(from, source.element_bytes, source.dtype, p.head_dim, wide_q, row_scratch);
       }
-      read_row(source.row(lanes->query[row]), source.element_bytes, source.dtype, p.head_dim, p.head_dim, row_scratch);
-      for (int64_t d = 0; d < p.head_dim; ++d) q[row * wide_q + Format::column(d)] = row_scratch[d];
+      const int64_t pack = row / kPack, together = pack_rows(pack);
+      float* to = q + pack * kPack * wide_q + row % kPack * kPart;
+      for (int64_t first = 0; first < wide_q; first += kGranule, to += together * kPart) {
+        if (kPart < kGranule) {
+          std::memcpy(to, row_scratch + first / 2, kPart * 4);
+        } else {
+          for (int64_t i = 0; i < kPart; ++i) to[Format::column(i)] = row_scratch[first + i];
+        }
+      }
     }
   }
 
@@ -146,12 +157,18 @@ class DecodePass {
       const int64_t count = first + kBlock < keys.count ? kBlock : keys.count - first, padded = round_up<int64_t>(count, W);
       place(k, keys.from + first, count, padded, p.head_dim);
       point_at(v, keys.from + first, in_place(v, p.value_dim) ? count : 0, padded, ahead);
+      const Rows placed_keys = placed(k, padded, p.head_dim);
       for (int64_t pack = 0; pack < packs; ++pack) {
         const int r = pack_rows(pack);
-        const auto product = r == 1 ? score_keys<Format, 1> : r == 2 ? score_keys<Format, 2> : score_keys<Format, 4>;
-        product(placed(k, padded, p.head_dim), q + pack * kPack * wide_q, wide_q, s + pack * kPackScores + first * r);
+        const auto product = placed_keys.rest == 0 ? product_of<false>(r) : product_of<true>(r);
+        product(placed_keys, q + pack * kPack * wide_q, s + pack * kPackScores + first * r);
       }
     }
+  }
+
+  template <bool Rest>
+  static auto product_of(int rows_of_q) {
+    return rows_of_q == 1 ? score_keys<Format, 1, Rest> : rows_of_q == 2 ? score_keys<Format, 2, Rest> : score_keys<Format, 4, Rest>;
   }
 
   // Whether scores are stored as the definition has them; else they are still without their scale.
