@@ -112,22 +112,6 @@ struct TileOp {
   }
 };
 
-// exp2_lanes with the fraction of t taken downwards: it needs no rounding apart, and scalef takes the same floor of t.
-ROOFTILE_INLINE Vf exp2_floor(Vf t) {
-#if defined(__AVX512F__)
-  const __mmask16 alive = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  const Vf f = (Vf)_mm512_reduce_ps((__m512)t, 9);  // t - floor(t), in [0, 1); 0 at -inf
-  Vf p = fma(set1(0.0018671303987503052f), f, set1(0.009017029777169228f));  // minimax relative error 8.3e-8
-  p = fma(p, f, set1(0.05579991266131401f));
-  p = fma(p, f, set1(0.24016444385051727f));
-  p = fma(p, f, set1(0.6931512951850891f));
-  p = fma(p, f, set1(1.0f));
-  return (Vf)_mm512_maskz_scalef_ps(alive, (__m512)p, (__m512)t);
-#else
-  return exp2_lanes(t);
-#endif
-}
-
 // The maximum that probabilities are taken against, and the factor of the older sums. A maximum that has grown by no more than 2^8
 // is kept: probabilities then reach 256, which rounds no worse, and the sums are left alone.
 template <int Vecs>
@@ -240,7 +224,7 @@ struct TileEngine {
       for (int64_t pair = first; pair < last; ++pair) {
         for (int n = 0; n < Vecs; ++n) {
           const float* from = s + 2 * pair * kLanes + n * W;
-          Vf even = exp2_floor((load(from) - shift[n]) * set1(c)), odd = exp2_floor((load(from + kLanes) - shift[n]) * set1(c));
+          Vf even = exp2_lanes((load(from) - shift[n]) * set1(c)), odd = exp2_lanes((load(from + kLanes) - shift[n]) * set1(c));
           if (kRounds) exact_sum[n] = exact_sum[n] + (even + odd);
           for (int plane = 0; plane < Planes; ++plane) {
             const Vu both = pack_bf16(even, odd);

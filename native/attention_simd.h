@@ -91,23 +91,25 @@ constexpr double kLn2 = 0.693147180559945309;
 // 2^t for t <= 128: a polynomial of minimax relative error 9e-8, exactly 1 at 0, exactly 0 below 2^-126 and at -inf, NaN at NaN.
 ROOFTILE_INLINE Vf exp2_lanes(Vf t) {
 #if defined(__AVX512F__)
+  // The fraction is taken downwards, into [0, 1): one instruction gives it, and scalef takes the same floor of t.
   const __mmask16 alive = _mm512_cmp_ps_mask((__m512)t, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  const Vf n = (Vf)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vf f = (Vf)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 at -inf
+  Vf p = fma(set1(0.0018671303987503052f), f, set1(0.009017029777169228f));
+  p = fma(p, f, set1(0.05579991266131401f));
+  p = fma(p, f, set1(0.24016444385051727f));
+  p = fma(p, f, set1(0.6931512951850891f));
+  p = fma(p, f, set1(1.0f));
+  return (Vf)_mm512_maskz_scalef_ps(alive, (__m512)p, (__m512)t);
 #else
   const Vf magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vu alive = ~(Vu)(t < set1(-126.0f));
   const Vf shifted = t + magic;
-  const Vf n = shifted - magic;
-#endif
-  const Vf f = t - n;
+  const Vf f = t - (shifted - magic);
   Vf p = fma(set1(0.001326471334323287f), f, set1(0.009671523235738277f));
   p = fma(p, f, set1(0.05550733953714371f));
   p = fma(p, f, set1(0.24022242426872253f));
   p = fma(p, f, set1(0.6931470036506653f));
   p = fma(p, f, set1(1.0f));
-#if defined(__AVX512F__)
-  return (Vf)_mm512_maskz_scalef_ps(alive, (__m512)p, (__m512)n);
-#else
   // A NaN stays one whatever power it is multiplied by.
   const Vf power = (Vf)(((Vu)shifted << 23) + set1(0x3f800000u));
   return (Vf)((Vu)(p * power) & alive);

@@ -104,14 +104,14 @@ inline void read_row(const char* from, int64_t element_bytes, int32_t dtype, int
   for (int64_t d = count; d < padded; ++d) to[d] = 0.0f;
 }
 
-// One row of 16-bit numbers as they are, zeros up to `padded`.
+// One row of 16-bit numbers as they are, zeros up to `padded`. Written bytewise: pairs of them are read as dwords.
 inline void read_row_raw(const char* from, int64_t element_bytes, int64_t count, int64_t padded, uint16_t* to) {
   if (element_bytes == 2) {
     std::memcpy(to, from, static_cast<size_t>(count) * 2);
   } else {
     for (int64_t d = 0; d < count; ++d) std::memcpy(to + d, from + d * element_bytes, 2);
   }
-  for (int64_t d = count; d < padded; ++d) to[d] = 0;
+  if (padded > count) std::memset(to + count, 0, static_cast<size_t>(padded - count) * 2);
 }
 
 // One row of fp32 numbers rounded to `dtype`.
@@ -188,7 +188,7 @@ inline void transpose_dwords(const uint32_t* from, int64_t ld_from, int64_t rows
       transpose_16x16(block, ld_from, out, ld_to);
 #else
       for (int i = 0; i < 16; ++i) {
-        for (int j = 0; j < 16; ++j) out[j * ld_to + i] = block[i * ld_from + j];
+        for (int j = 0; j < 16; ++j) std::memcpy(out + j * ld_to + i, block + i * ld_from + j, 4);  // fp32 or pairs
       }
 #endif
     }

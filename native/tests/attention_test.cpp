@@ -25,6 +25,11 @@ namespace rooftile::test {
 namespace {
 
 constexpr int32_t kWrongProblem = -1, kNoSuchPath = -2;
+#if defined(ROOFTILE_STD_THREADS)
+constexpr int32_t kTeams[] = {3};  // ThreadSanitizer sees a race whatever the order of events, and takes its time
+#else
+constexpr int32_t kTeams[] = {2, 3};
+#endif
 const char* const kPathNames[] = {"portable", "avx2", "avx512", "avx512-bf16", "amx", "amx in software"};
 const char* const kDtypeNames[] = {"fp32", "bf16", "fp16"};
 
@@ -102,7 +107,7 @@ class Trial {
     ++record->forwards;
     compare("out", outputs.out, expected.out);
     compare("lse", outputs.lse, expected.lse);
-    for (const int32_t threads : {2, 3}) {
+    for (const int32_t threads : kTeams) {
       const Outputs again = in.outputs();
       forward(in.problem(again, path, threads));
       if (!(again.out.memory == outputs.out.memory && again.lse == outputs.lse)) complain("forward", "other bits with more threads");
@@ -140,7 +145,7 @@ class Trial {
     compare("dk", got.dk, expected.dk);
     compare("dv", got.dv, expected.dv);
     compare("dbias", got.dbias.memory, expected.dbias);
-    for (const int32_t threads : {2, 3}) {
+    for (const int32_t threads : kTeams) {
       const Gradients again = in.gradients();
       backward(in.problem(outputs, path, threads), in.wanted(again));
       if (!(again.dq.memory == got.dq.memory && again.dk.memory == got.dk.memory && again.dv.memory == got.dv.memory &&

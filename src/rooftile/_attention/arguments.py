@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _EVERYTHING = Visibility()
+_FP32_MAX, _FP32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 def checked_call(
@@ -168,8 +169,8 @@ def checked_scale(scale: object, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     value = _number(scale, "scale", "leave it out for 1 / sqrt(D)")
-    if not math.isfinite(value):
-        raise UsageError(f"scale={scale}: give a finite number, or leave it out for 1 / sqrt(D)")
+    if not abs(value) <= _FP32_MAX:
+        raise UsageError(f"scale={scale}: give a number that fp32 can hold, or leave it out for 1 / sqrt(D)")
     return value
 
 
@@ -178,8 +179,8 @@ def checked_softcap(softcap: object) -> float:
     if softcap is None:
         return 0.0
     value = _number(softcap, "softcap", "leave it out for none")
-    if not 0 < value < math.inf:
-        raise UsageError(f"softcap={softcap}: give a positive finite number, or leave it out for none")
+    if not _FP32_TINY <= value <= _FP32_MAX:
+        raise UsageError(f"softcap={softcap}: give a positive number that fp32 can hold, or leave it out for none")
     return value
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rooftile._attention.call import Call
 from rooftile._attention.dropout import keep_factor, keep_mask
 from rooftile._attention.kernel import Contract, Gradients, Kernel, Plan
-from rooftile._attention.products import visible_product
+from rooftile._attention.products import row_sum_product, visible_product
 
 __all__ = ["Reference", "visible_pairs"]
 
@@ -47,9 +47,9 @@ class Reference(Kernel):
         soft = _softmax(call)
         # The row sum as one more column of the product: both are then rounded alike, and V = 1 gives 1.
         columns = torch.cat((v, v.new_ones(*v.shape[:-1], 1)), -1)
-        total = visible_product(soft.weights, columns, soft.visible)[..., -1:] + _sink_weight(call, soft)
+        total = row_sum_product(soft.weights, columns, soft.visible)[..., -1:] + _sink_weight(call, soft)
         kept = _dropped(soft.weights, call)
-        out = visible_product(kept, columns, soft.visible)[..., :-1] / _divisor(total, soft)
+        out = row_sum_product(kept, columns, soft.visible)[..., :-1] / _divisor(total, soft)
         lse = (soft.top + torch.log(total)).squeeze(-1)
         return _by_rows(out.to(out_dtype or call.q.dtype)), lse
 

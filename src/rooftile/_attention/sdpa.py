@@ -57,7 +57,8 @@ class Sdpa(Kernel):
         if mask is not None:
             empty = ~visible_pairs(call).any(-1)  # torch leaves 0 there
             lse = torch.where(empty, -torch.inf, lse)
-        return out.to(out_dtype or call.q.dtype), lse.contiguous()
+        rows_first = out.transpose(1, 2).to(out_dtype or call.q.dtype).contiguous()  # in the order of every kernel here
+        return rows_first.transpose(1, 2), lse.contiguous()
 
     def backward(
         self, call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, wanted: list[bool]

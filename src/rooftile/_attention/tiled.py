@@ -6,13 +6,15 @@ scores are computed again from the LSE, tile by tile (algorithm 2). Memory beyon
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from rooftile._attention.call import Call, empty_output
 from rooftile._attention.dropout import keep_factor, keep_mask
 from rooftile._attention.kernel import Contract, Gradients, Kernel, Plan
-from rooftile._attention.products import visible_product
+from rooftile._attention.products import row_sum_product, visible_product
 from rooftile._attention.tiles import KEY_TILE, ROW_TILE, Tile, tiles_of
 
 __all__ = ["Tiled"]
@@ -84,12 +86,14 @@ def _with_sinks(call: Call, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return safe, torch.exp(top - safe), torch.exp(sink - safe)
 
 
-def _folded_product(a: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
+def _folded_product(
+    a: Tensor, x: Tensor, visible: Tensor | None, product: Callable[..., Tensor] = visible_product
+) -> Tensor:
     """(B, Hkv, G, rows, n) @ (B, Hkv, n, d), the group folded into the rows, so K and V are read once for it."""
     group, rows = a.shape[2:4]
     if visible is not None:
         visible = visible.expand(a.shape).flatten(2, 3)
-    return visible_product(a.flatten(2, 3), x, visible).unflatten(2, (group, rows))
+    return product(a.flatten(2, 3), x, visible).unflatten(2, (group, rows))
 
 
 def _scores(call: Call, q: Tensor, k: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -129,7 +133,10 @@ def _online_softmax(call: Call, rows: slice, tiles: list[Tile]) -> tuple[Tensor,
         v = call.v[:, :, tile.keys].to(acc)
         # The row sum as one more column of the product: both are then rounded alike, and V = 1 gives 1.
         part = _folded_product(
-            _dropped(p, _kept(call, tile), call), torch.cat((v, v.new_ones(*v.shape[:-1], 1)), -1), visible
+            _dropped(p, _kept(call, tile), call),
+            torch.cat((v, v.new_ones(*v.shape[:-1], 1)), -1),
+            visible,
+            row_sum_product,
         )
         if call.seed is not None:
             part[..., -1:] = p.sum(-1, keepdim=True)

@@ -190,12 +190,14 @@ def _input(record: Record) -> str:
     """``native 1x32/8x1/4096x128 bf16 causal 2t``."""
     options = dict(record.options)
     parts = [record.contender, short_dtypes(record.dtype), str(options.get("mask", "")), f"{record.threads}t"]
-    if record.shape:
+    if len(record.shape) == 4:
         batch, heads, length, head_dim = record.shape
         kv_heads, kv_len = options.get("kv_heads", heads), options.get("kv_len", length)
         heads_text = f"{heads}" if heads == kv_heads else f"{heads}/{kv_heads}"
         length_text = f"{length}" if length == kv_len else f"{length}/{kv_len}"
         parts.insert(1, f"{batch}x{heads_text}x{length_text}x{head_dim}")
+    elif record.shape:
+        parts.insert(1, "x".join(map(str, record.shape)))
     return " ".join(part for part in parts if part not in ("", "none"))
 
 

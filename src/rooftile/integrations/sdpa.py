@@ -39,6 +39,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from rooftile import masks
 from rooftile._attention import attention
+from rooftile._attention.kernels import checked_names
 from rooftile.errors import UsageError
 
 __all__ = ["RoutedSdpa", "route_sdpa"]
@@ -76,9 +77,7 @@ def route_sdpa(*, kernel: str | tuple[str, ...] = "auto") -> Iterator[RoutedSdpa
 
     Raises :class:`~rooftile.errors.UsageError` for a kernel that is no name and no tuple of names.
     """
-    names = (kernel,) if isinstance(kernel, str) else kernel
-    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
-        raise UsageError(f"kernel is {kernel!r}; give 'auto', a kernel's name or a tuple of names.")
+    checked_names(kernel)
     routed = RoutedSdpa(kernel)
     _INSTALLATION.enter()
     token = _active.set(routed)
