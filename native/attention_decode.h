@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention_columns.h"
-#include "attention_decode_layout.h"
+#include "attention_decode_merge.h"
 #include "attention_softmax.h"
 
 namespace rooftile {
@@ -25,11 +25,10 @@ class DecodePass {
 
   DecodePass(const AttentionProblem& problem, char* shared, Arena* arena)
       : p(problem), layout(problem, wide(problem.value_dim), shared), wide_q(wide(p.head_dim)), wide_v(wide(p.value_dim)),
-        packs((layout.rows + kPack - 1) / kPack) {
+        packs((layout.rows + kPack - 1) / kPack), merge(problem, layout, wide_v, arena) {
     const int64_t widest = wide_q > wide_v ? wide_q : wide_v;
     lanes = arena->take<LaneGroup>(1);
-    row_scratch = arena->take<float>(widest + W);
-    o = arena->take<float>(wide_v);
+    row_scratch = arena->take<float>(widest);
     q = arena->take<float>(packs * kPack * wide_q);
     s = arena->take<float>(packs * kPackScores);
     l = arena->take<float>(packs * W);
@@ -63,7 +62,7 @@ class DecodePass {
         sum(k, v, keys, part);
       }
     }
-    if (layout.finish(task)) merge(task.b, task.kv_head);
+    if (layout.finish(task)) merge.run(task.b, task.kv_head, *lanes);
   }
 
  private:
@@ -78,8 +77,9 @@ class DecodePass {
   const AttentionProblem& p;
   const DecodeLayout layout;
   const int64_t wide_q, wide_v, packs;
+  const DecodeMerge<Format> merge;
   LaneGroup* lanes;
-  float *row_scratch, *o, *q, *s, *l, *bias;
+  float *row_scratch, *q, *s, *l, *bias;
   uint32_t* visible;
   char *nothing, *copies;
   const char **rows, **ahead;
@@ -171,9 +171,6 @@ class DecodePass {
     return rows_of_q == 1 ? score_keys<Format, 1, Rest> : rows_of_q == 2 ? score_keys<Format, 2, Rest> : score_keys<Format, 4, Rest>;
   }
 
-  // Whether scores are stored as the definition has them; else they are still without their scale.
-  bool scaled() const { return p.softcap > 0.0f || p.bias.data != nullptr || p.scale <= 0.0f; }
-
   // Scores of a pack become probabilities against their own maximum.
   void soften(int64_t pack, const Span& keys, DecodeLayout::Part part) {
     const int r = pack_rows(pack);
@@ -182,7 +179,7 @@ class DecodePass {
     const uint32_t* shown = visible + pack * kPackScores;
     const bool masked = keys.differ || padded != keys.count;
     if (masked) look(pack, keys, padded, part);
-    if (scaled()) cap(scores, padded * r);
+    if (scaled(p)) cap(scores, padded * r);
     Vf top = set1(-kInfinity);
     for (int64_t i = 0; i < padded * r; i += W) {
       Vf x = load(scores + i);
@@ -201,7 +198,7 @@ class DecodePass {
       if (!masked) part.seen[pack * kPack + row] = 1;
     }
     top = load(m);
-    const Vf shift = select((Vu)(top == set1(-kInfinity)), Vf{}, top), c = set1((scaled() ? 1.0f : p.scale) * kLog2E);
+    const Vf shift = select((Vu)(top == set1(-kInfinity)), Vf{}, top), c = set1((scaled(p) ? 1.0f : p.scale) * kLog2E);
     for (int64_t i = 0; i < padded * r; i += W) store(scores + i, exp2_lanes((load(scores + i) - shift) * c));
   }
 
@@ -311,46 +308,6 @@ class DecodePass {
       add<1>({seen, values.ahead, n, values.loads, values.rest}, weights, o + (pack * kPack + row) * layout.columns, sums);
       l[pack * W + row] = sums[0];
     }
-  }
-
-  // The partial states of a kv head in key order, and then the sinks.
-  void merge(int64_t b, int64_t kv_head) {
-    const float c = (scaled() ? 1.0f : p.scale) * kLog2E;
-    for (int64_t row = 0; row < layout.rows; ++row) {
-      float m = -kInfinity;
-      bool seen = false;
-      for (int64_t chunk = layout.first_chunk(b); chunk < layout.last_chunk(b); ++chunk) {
-        const DecodeLayout::Part part = layout.part(b, kv_head, chunk);
-        if (part.seen[row] == 0) continue;
-        seen = true;
-        m = part.m[row] > m ? part.m[row] : m;
-      }
-      const float shift = m == -kInfinity ? 0.0f : m;
-      std::memset(static_cast<void*>(row_scratch), 0, static_cast<size_t>(layout.columns) * 4);
-      for (int64_t chunk = layout.first_chunk(b); chunk < layout.last_chunk(b); ++chunk) {
-        const DecodeLayout::Part part = layout.part(b, kv_head, chunk);
-        if (part.seen[row] == 0) continue;
-        const Vf weight = exp2_lanes(set1((part.m[row] - shift) * c));
-        const float* o = part.o + row * layout.columns;
-        for (int64_t i = 0; i < layout.columns; i += W) store(row_scratch + i, fma(weight, load(o + i), load(row_scratch + i)));
-      }
-      close_row(row, seen, scaled() ? m : m * p.scale);
-    }
-  }
-
-  void close_row(int64_t row, bool seen, float m) {
-    const float l = row_scratch[wide_v];
-    float lse = !seen ? -kInfinity : l == 0.0f ? l / l : m + std::log(l), shrink = 1.0f;  // all visible scores -inf: 0 / 0
-    if (p.sinks != nullptr) add_sink(p.sinks[lanes->head[row]], &lse, &shrink);
-    if (p.lse != nullptr) p.lse[(lanes->b * p.q_heads + lanes->head[row]) * p.q_len + lanes->query[row]] = lse;
-    const int64_t size = bytes_of(p.out_dtype);
-    for (int64_t i = 0; i < wide_v; i += W) {
-      store(row_scratch + i, seen ? load(row_scratch + i) / set1(l) * set1(shrink) : Vf{});
-    }
-    for (int64_t d = 0; d < p.value_dim; ++d) o[d] = row_scratch[Format::column(d)];
-    write_row(static_cast<char*>(p.out.data) +
-                  (lanes->b * p.out.stride[0] + lanes->head[row] * p.out.stride[1] + lanes->query[row] * p.out.stride[2]) * size,
-              p.out.stride[3] * size, p.out_dtype, p.value_dim, o);
   }
 };
 
