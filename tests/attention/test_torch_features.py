@@ -345,7 +345,7 @@ def test_calls_without_a_pair_have_results_and_gradients(kernel: str):
 
 @pytest.mark.parametrize("kernel", ["native", "tiled", "reference"])
 def test_a_jit_trace_records_attention_as_an_operator(kernel: str) -> None:
-    """What a kernel writes through pointers is no operator: a trace of the direct call would return unwritten memory."""
+    """What a kernel writes through pointers is no operator: a trace of it would return unwritten memory."""
     q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
