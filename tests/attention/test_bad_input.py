@@ -96,6 +96,8 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     "a softcap of 0": (lambda: call(softcap=0.0), ("softcap=0.0", "positive")),
     "a softcap of infinity": (lambda: call(softcap=float("inf")), ("softcap=inf",)),
     "a scale of NaN": (lambda: call(scale=float("nan")), ("scale=nan", "finite")),
+    "a scale that fp32 can't hold": (lambda: call(scale=1e300), ("scale=1e+300", "fp32")),
+    "a softcap that fp32 can't hold": (lambda: call(softcap=1e-45), ("softcap=1e-45", "fp32")),
     "a scale that is a tensor": (lambda: call(scale=torch.tensor(0.1)), ("scale", "number")),
     "a kernel that is none": (lambda: call(kernel="flash"), ("'flash'", "native", "tiled")),
     "no kernel": (lambda: call(kernel=()), ("kernel=()",)),

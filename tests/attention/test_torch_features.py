@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -340,3 +341,15 @@ def test_calls_without_a_pair_have_results_and_gradients(kernel: str):
         (out.sum() + lse.sum()).backward()
         assert all(x.grad is not None and not x.grad.any() for x in (q, k, v))
         assert torch.equal(sinks.grad, torch.full((heads,), float(batch * rows)))
+
+
+@pytest.mark.parametrize("kernel", ["native", "tiled", "reference"])
+def test_a_jit_trace_records_attention_as_an_operator(kernel: str) -> None:
+    """What a kernel writes through pointers is no operator: a trace of it would return unwritten memory."""
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(
+            lambda a, b, c: rooftile.attention(a, b, c, kernel=kernel), (q, k, v), check_trace=False
+        )
+    torch.testing.assert_close(traced(q + 1, k, v), rooftile.attention(q + 1, k, v, kernel=kernel))

@@ -254,7 +254,9 @@ def test_what_torch_refuses_it_refuses_in_its_own_words(arguments: tuple[Any, An
 
 
 def test_a_kernel_that_is_no_name_is_refused():
-    with pytest.raises(UsageError, match="kernel is 3"), route_sdpa(kernel=3):  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="nativ"), route_sdpa(kernel="nativ"):
+        pass
+    with pytest.raises(UsageError, match="kernel=3"), route_sdpa(kernel=3):  # type: ignore[arg-type]
         pass
 
 

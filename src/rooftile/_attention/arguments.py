@@ -170,7 +170,7 @@ def checked_scale(scale: object, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     value = _number(scale, "scale", "leave it out for 1 / sqrt(D)")
     if not abs(value) <= _FP32_MAX:
-        raise UsageError(f"scale={scale}: give a number that fp32 can hold, or leave it out for 1 / sqrt(D)")
+        raise UsageError(f"scale={scale}: give a finite number that fp32 can hold, or leave it out for 1 / sqrt(D)")
     return value
 
 
@@ -180,7 +180,9 @@ def checked_softcap(softcap: object) -> float:
         return 0.0
     value = _number(softcap, "softcap", "leave it out for none")
     if not _FP32_TINY <= value <= _FP32_MAX:
-        raise UsageError(f"softcap={softcap}: give a positive number that fp32 can hold, or leave it out for none")
+        raise UsageError(
+            f"softcap={softcap}: give a positive finite number that fp32 can hold, or leave it out for none"
+        )
     return value
 
 

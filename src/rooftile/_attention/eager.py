@@ -32,7 +32,7 @@ def attend(call: Call, fp32_out: bool, kernel: str, with_grad: bool) -> tuple[Te
             raise UsageError("torch.compile of a torch.func transform of attention: leave out one of the two")
         return attention_op(call, fp32_out, kernel)
     _refuse_tangents(call)
-    if torch.jit.is_tracing():  # a trace records operators, not what a kernel writes through pointers
+    if torch._C._get_tracing_state() is not None:  # a jit trace records operators, not writes through pointers
         return attention_op(call, fp32_out, kernel)
     if torch._C._are_functorch_transforms_active():
         return attention_transformed(*inputs_of(call, fp32_out, kernel))
