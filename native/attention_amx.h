@@ -338,29 +338,77 @@ struct TileEngine {
   static constexpr int64_t kGradientStep = kLanePairs * Planes, kGradientRows = kBackwardKeys * kGradientStep;
   static int64_t gradient_operands() { return 2 * kGradientRows + kBackwardKeys / 2 * Planes * kLanes; }
   static ROOFTILE_NOINLINE void gradients(int vecs, int64_t, int64_t keys, const float* p, const float* ds, Scalar* operands) {
-    by_rows(vecs, keys, p, operands);
-    by_rows(vecs, keys, ds, operands + kGradientRows);
-    Scalar* columns = operands + 2 * kGradientRows;
-    for (int64_t pair = 0; pair < round_up((keys + 1) / 2, int64_t{kTileRows}); ++pair) {
+    by_rows<false>(vecs, keys, p, operands, nullptr);
+    by_rows<true>(vecs, keys, ds, operands + kGradientRows, operands + 2 * kGradientRows);
+  }
+  static Scalar* column_row(Scalar* columns, int64_t pair, int plane) {
+    return columns + ((pair / kTileRows * Planes + plane) * kTileRows + pair % kTileRows) * kLanes;
+  }
+#if defined(__AVX512BF16__)
+  // Rounded once: pairs along the keys are put together from the rounded rows of two keys. What is not finite becomes NaN.
+  template <bool Columns>
+  static ROOFTILE_INLINE void by_rows(int vecs, int64_t keys, const float* x, Scalar* rows, Scalar* columns) {
+    const Vu index = {0x00200000, 0x00210001, 0x00220002, 0x00230003, 0x00240004, 0x00250005, 0x00260006, 0x00270007,
+                      0x00280008, 0x00290009, 0x002a000a, 0x002b000b, 0x002c000c, 0x002d000d, 0x002e000e, 0x002f000f};
+    const __m512i lower = (__m512i)index, upper = (__m512i)(index + set1(0x00100010u));
+    const int64_t pairs = (keys + 1) / 2;
+    for (int n = 0; n < vecs; n += 2) {
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        Vf rest[2][2];  // of two keys and 32 lanes
+        for (int key = 0; key < 2; ++key) {
+          const float* from = x + (2 * pair + key) * kLanes + n * W;
+          const bool there = 2 * pair + key < keys;
+          rest[key][0] = there ? load(from) : Vf{};
+          rest[key][1] = there && n + 1 < vecs ? load(from + W) : Vf{};
+        }
+        for (int plane = 0; plane < Planes; ++plane) {
+          Vu rounded[2];
+          for (int key = 0; key < 2; ++key) {
+            rounded[key] = neighbours_bf16(rest[key][0], rest[key][1]);
+            store(rows + (2 * pair + key) * kGradientStep + n / 2 * kBlock + plane * kTileDwords, rounded[key]);
+            rest[key][0] = rest[key][0] - lower_half_bf16(rounded[key]);
+            rest[key][1] = rest[key][1] - upper_half_bf16(rounded[key]);
+          }
+          if (!Columns) continue;
+          Scalar* to = column_row(columns, pair, plane) + n * W;
+          store(to, (Vu)_mm512_permutex2var_epi16((__m512i)rounded[0], lower, (__m512i)rounded[1]));
+          store(to + W, (Vu)_mm512_permutex2var_epi16((__m512i)rounded[0], upper, (__m512i)rounded[1]));
+        }
+      }
+    }
+    if (Columns) zero_columns(pairs, columns);
+  }
+#else
+  template <bool Columns>
+  static ROOFTILE_INLINE void by_rows(int vecs, int64_t keys, const float* x, Scalar* rows, Scalar* columns) {
+    const int lanes = round_up(vecs * W, 2 * kTileDwords);
+    for (int64_t k = 0; k < keys; ++k) {
+      for (int n = 0; n < lanes / W; n += 2) {
+        const float* from = x + k * kLanes + n * W;
+        split_neighbours<Planes>(n < vecs ? load(from) : Vf{}, n + 1 < vecs ? load(from + W) : Vf{}, kTileDwords,
+                                 rows + k * kGradientStep + n * W / (2 * kTileDwords) * kBlock + n * W / 2 % kTileDwords);
+      }
+    }
+    if (!Columns) return;
+    const int64_t pairs = (keys + 1) / 2;
+    for (int64_t pair = 0; pair < pairs; ++pair) {
       for (int n = 0; n < vecs; ++n) {
-        const float* from = ds + 2 * pair * kLanes + n * W;
-        Vf even = 2 * pair < keys ? load(from) : Vf{}, odd = 2 * pair + 1 < keys ? load(from + kLanes) : Vf{};
+        const float* from = x + 2 * pair * kLanes + n * W;
+        Vf even = load(from), odd = 2 * pair + 1 < keys ? load(from + kLanes) : Vf{};
         for (int plane = 0; plane < Planes; ++plane) {
           const Vu both = pack_bf16(even, odd);
-          store(columns + ((pair / kTileRows * Planes + plane) * kTileRows + pair % kTileRows) * kLanes + n * W, both);
+          store(column_row(columns, pair, plane) + n * W, both);
           even = even - (Vf)(both << 16);
           odd = odd - (Vf)(both & set1(0xffff0000u));
         }
       }
     }
+    zero_columns(pairs, columns);
   }
-  static ROOFTILE_INLINE void by_rows(int vecs, int64_t keys, const float* x, Scalar* to) {
-    for (int64_t k = 0; k < keys; ++k) {
-      for (int n = 0; n < round_up(vecs * W, 2 * kTileDwords) / W; n += 2) {
-        Vf low = n < vecs ? load(x + k * kLanes + n * W) : Vf{}, high = n + 1 < vecs ? load(x + k * kLanes + (n + 1) * W) : Vf{};
-        Scalar* row = to + k * kGradientStep + n * W / (2 * kTileDwords) * kBlock + n * W / 2 % kTileDwords;
-        split_neighbours<Planes>(low, high, kTileDwords, row);
-      }
+#endif
+  static void zero_columns(int64_t pairs, Scalar* columns) {  // up to whole tiles
+    for (int64_t pair = pairs; pair < round_up(pairs, int64_t{kTileRows}); ++pair) {
+      for (int plane = 0; plane < Planes; ++plane) std::memset(column_row(columns, pair, plane), 0, kLanes * sizeof(Scalar));
     }
   }
   // to[key][column] += sum over lanes of x[key][lane] * rows[lane][column]
@@ -375,6 +423,7 @@ struct TileEngine {
     multiply<Tiles, Sum, Into::kAdd>(dim, vecs * W, (keys + 1) / 2, {k_columns + at / 2 * Planes, kKeyStep, kTileDwords, kBlock},
                                      {operands + 2 * kGradientRows, kLanes, kTileRows * kLanes, kTileRows * Planes * kLanes}, dq, kLanes);
   }
+  static constexpr bool kDqByColumns = true;
   static int64_t dq_index(int64_t d, int lane, int64_t) { return d * kLanes + lane; }
   static float element(const Scalar* transposed, int64_t d, int64_t ld, int lane) {
     float sum = 0.0f;

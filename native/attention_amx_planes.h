@@ -77,15 +77,51 @@ ROOFTILE_INLINE void split_neighbours(Vf low, Vf high, int64_t plane_step, uint3
   store(to + (Planes - 1) * plane_step, neighbours_bf16(low, high));
 }
 
+#if defined(__AVX512BF16__)
+// The first and the last 16 of 32 bf16 numbers, as fp32.
+ROOFTILE_INLINE Vf lower_half_bf16(Vu x) {
+  return (Vf)((Vu)_mm512_cvtepu16_epi32(_mm512_castsi512_si256((__m512i)x)) << 16);
+}
+ROOFTILE_INLINE Vf upper_half_bf16(Vu x) {
+  return (Vf)((Vu)_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64((__m512i)x, 1)) << 16);
+}
+#endif
+
+// 32 numbers in planes.
+template <int Planes>
+ROOFTILE_INLINE void split_numbers(const float* from, int64_t plane_step, uint32_t* to) {
+#if defined(__AVX512BF16__)
+  Vf low = load(from), high = load(from + W);
+  const Vu largest = set1(0x7f7f7fffu);  // what rounds to a finite bf16 number
+  const __mmask16 rare = _mm512_cmpgt_epu32_mask((__m512i)((Vu)low & set1(0x7fffffffu)), (__m512i)largest) |
+                         _mm512_cmpgt_epu32_mask((__m512i)((Vu)high & set1(0x7fffffffu)), (__m512i)largest);
+  if (__builtin_expect(rare == 0, 1)) {
+    for (int plane = 0; plane < Planes; ++plane) {
+      const Vu rounded = neighbours_bf16(low, high);
+      store(to + plane * plane_step, rounded);
+      low = low - lower_half_bf16(rounded);
+      high = high - upper_half_bf16(rounded);
+    }
+    return;
+  }
+#endif
+  for (int n = 0; n < 32 / W; n += 2) split_neighbours<Planes>(load(from + n * W), load(from + (n + 1) * W), plane_step, to + n * W / 2);
+}
+
 // One row in planes, zeros up to a multiple of 32.
 template <int Planes>
 void split_row(const char* from, const RowSource& rows, int64_t dim, int64_t plane_step, int64_t block, uint32_t* to) {
-  constexpr int64_t kNumbers = 32, kMostNumbers = 512;
-  float numbers[kMostNumbers];
-  const int64_t padded = round_up(dim, kNumbers);
-  read_row(from, rows.element_bytes, rows.dtype, dim, padded, numbers);
-  for (int64_t d = 0; d < padded; d += 2 * W) {
-    split_neighbours<Planes>(load(numbers + d), load(numbers + d + W), plane_step, to + d / kNumbers * block + d % kNumbers / 2);
+  constexpr int64_t kNumbers = 32;
+  alignas(64) float numbers[kNumbers];
+  const bool in_place = rows.dtype == kFp32 && rows.element_bytes == 4 && reinterpret_cast<uintptr_t>(from) % 4 == 0;
+  for (int64_t d = 0; d < dim; d += kNumbers, to += block) {
+    const char* at = from + d * rows.element_bytes;
+    if (in_place && d + kNumbers <= dim) {
+      split_numbers<Planes>(reinterpret_cast<const float*>(at), plane_step, to);
+    } else {
+      read_row(at, rows.element_bytes, rows.dtype, d + kNumbers <= dim ? kNumbers : dim - d, kNumbers, numbers);
+      split_numbers<Planes>(numbers, plane_step, to);
+    }
   }
 }
 

@@ -83,16 +83,17 @@ class SoftwareTiles {
   typedef uint32_t Tile[kTileRows][kTileDwords];
   Tile tile[8];
 
-  static ROOFTILE_INLINE float number(uint32_t bits) {
+  // Unsanitized from here on: every index is below a constant, and sanitizers would take minutes to see it.
+  static ROOFTILE_INLINE ROOFTILE_UNSANITIZED float number(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
   }
-  static ROOFTILE_INLINE float flushed(float x) { return std::fabs(x) < FLT_MIN ? x * 0.0f : x; }
-  static ROOFTILE_INLINE float member(uint32_t pair, int odd) { return flushed(number(odd ? pair & 0xffff0000u : pair << 16)); }
+  static ROOFTILE_INLINE ROOFTILE_UNSANITIZED float flushed(float x) { return std::fabs(x) < FLT_MIN ? x * 0.0f : x; }
+  static ROOFTILE_INLINE ROOFTILE_UNSANITIZED float member(uint32_t pair, int odd) { return flushed(number(odd ? pair & 0xffff0000u : pair << 16)); }
 
   // sum[n] = fma(a, b[n], sum[n]). Products of two bf16 numbers are exact in fp32 unless they leave its normal range.
-  static ROOFTILE_INLINE void add_products(float a, const float* b, float* sum) {
+  static ROOFTILE_INLINE ROOFTILE_UNSANITIZED void add_products(float a, const float* b, float* sum) {
     float next[kTileDwords];
     bool exact = true;
     for (int n = 0; n < kTileDwords; ++n) {
@@ -103,8 +104,7 @@ class SoftwareTiles {
     for (int n = 0; n < kTileDwords; ++n) sum[n] = exact ? next[n] : flushed(std::fma(a, b[n], sum[n]));
   }
 
-  // Every index is below a constant: sanitizers would take minutes for nothing here.
-  static ROOFTILE_NOINLINE __attribute__((no_sanitize("address", "thread", "undefined"))) void dot_tiles(Tile& c, const Tile& a, const Tile& b) {
+  static ROOFTILE_NOINLINE ROOFTILE_UNSANITIZED void dot_tiles(Tile& c, const Tile& a, const Tile& b) {
     float columns[2][kTileRows][kTileDwords];
     for (int odd = 0; odd < 2; ++odd) {
       for (int k = 0; k < kTileRows; ++k) {

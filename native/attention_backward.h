@@ -48,6 +48,7 @@ struct BackwardBlock {
   Scalar *q_rows, *dout_rows;  // operand B of dK and dV
   float *shift, *weight;       // [lane]; P = exp(score - shift) * weight: the LSE and 1, or see restate_rows
   float* d;                    // [lane]; D = rowsum(dO * O) - dLSE
+  bool restated;
   int bad, bad_lane[kLanes];   // lanes where Q or dO is not finite: there q_rows and dout_rows have zeros
 };
 
@@ -63,14 +64,14 @@ class BackwardPass {
     columns_q = round_up(p.head_dim, kColumnStep), columns_v = round_up(p.value_dim, kColumnStep);
     const int64_t tile = kBackwardKeys * kLanes, most = wide_q > wide_v ? wide_q : wide_v;
     rows = arena->take<Scalar>(kLanes * most);
-    numbers = arena->take<float>(2 * columns_v);
+    const int64_t written = 16 * columns_q, read = 2 * columns_v;
+    numbers = arena->take<float>(written > read ? written : read);
     block.q_t = arena->take<Scalar>(wide_q * kLanes);
     block.dout_t = arena->take<Scalar>(wide_v * kLanes);
     block.q_rows = arena->take<Scalar>(Engine::row_sum_operand(columns_q));
     block.dout_rows = arena->take<Scalar>(Engine::row_sum_operand(columns_v));
     block.shift = arena->take<float>(kLanes);
     block.weight = arena->take<float>(kLanes);
-    block.d = arena->take<float>(kLanes);
     k_rows = arena->take<Scalar>(kBackwardChunk * wide_q);
     clean_scratch = arena->take<Scalar>(kBackwardChunk * wide_q);
     restated_k = arena->take<Scalar>(kBackwardKeys * wide_q);
@@ -86,6 +87,7 @@ class BackwardPass {
     visible = arena->take<uint32_t>(tile);
     keep = arena->take<uint32_t>(tile);
     operands = arena->take<Scalar>(Engine::gradient_operands());
+    known_d = arena->take<float>(tasks.blocks * tasks.domains_per_head * kLanes);
     if (tasks.parts == 1) own_dq = arena->take<float>(dq_block() * tasks.blocks * tasks.domains_per_head);
   }
 
@@ -102,6 +104,7 @@ class BackwardPass {
         float* dq = dq_of(part, b, h);
         std::memset(dq, 0, static_cast<size_t>(dq_block() * tasks.blocks * tasks.domains_per_head) * 4);
         const int64_t begin = part * tasks.part_keys;
+        for (int64_t i = 0; i < tasks.blocks * tasks.domains_per_head; ++i) known_d[i * kLanes] = kUnknown;
         const int64_t end = begin + tasks.part_keys < p.kv_len ? begin + tasks.part_keys : p.kv_len;
         for (int64_t j = begin; j < end; j += kBackwardChunk) chunk(b, h, j, j + kBackwardChunk < end ? j + kBackwardChunk : end, dq);
         if (tasks.parts == 1) {
@@ -132,6 +135,8 @@ class BackwardPass {
   BackwardBlock<Scalar> block;
   Scalar *rows, *k_rows, *v_rows, *k_columns, *operands;
   float *numbers, *dk, *dv, *s, *dp, *extra, *slope;
+  float* known_d;  // D of every block of the kv head, from the first chunk of keys that it sees
+  static constexpr float kUnknown = -kInfinity;
   uint32_t *visible, *keep;
   const Scalar* clean_k;            // k_rows, or a copy in which keys that are not finite are zeroed
   Scalar *clean_scratch, *restated_k;
@@ -165,7 +170,7 @@ class BackwardPass {
           set_bad_keys_aside(k, begin, count);
           Engine::key_columns_of(clean_k, wide_q, count, columns_q, k_columns);
         }
-        open_block(k);
+        open_block(k, known_d + (which * tasks.blocks + i) * kLanes);
         for (int64_t j = begin; j < end; j += kBackwardKeys) {
           const int64_t to = j + kBackwardKeys < end ? j + kBackwardKeys : end;
           if (block.lanes.sees(j, to)) step(begin, j, to, dq + (which * tasks.blocks + i) * dq_block());
@@ -190,7 +195,7 @@ class BackwardPass {
     clean_k = clean_scratch;
   }
 
-  void open_block(const RowSource& k) {
+  void open_block(const RowSource& k, float* d) {
     const LaneGroup& g = block.lanes;
     bool bad[kLanes] = {};
     const int64_t padded_rows = round_up(g.rows, 16);
@@ -209,25 +214,49 @@ class BackwardPass {
       Engine::clean_row(rows + lane * wide_v, p.value_dim);
     }
     Engine::sum_over_rows(rows, wide_v, g.rows, columns_v, block.dout_rows);
-    bool restate = false;
+    if (d[0] == kUnknown) {
+      for (int first = 0; first < kLanes; first += 16) find_d(first, d + first);
+    }
+    block.d = d;
+    block.restated = false;
     for (int lane = 0; lane < kLanes; ++lane) {
       block.shift[lane] = kInfinity;  // a lane without a query has probabilities of zero
       block.weight[lane] = 1.0f;
-      block.d[lane] = 0.0f;
       if (lane >= g.rows) continue;
-      const int64_t at = (g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane];
-      block.shift[lane] = p.lse[at];
-      restate = restate || (finite(p.lse[at]) && std::fabs(p.lse[at]) > kCoarseLse);
+      const float lse = block.shift[lane] = p.lse[statistic(lane)];
+      block.restated = block.restated || (finite(lse) && std::fabs(lse) > kCoarseLse);
+    }
+    if (block.restated) restate_rows(k);
+  }
+
+  // Where the LSE of a lane's row is, and its gradient.
+  int64_t statistic(int lane) const {
+    const LaneGroup& g = block.lanes;
+    return (g.b * p.q_heads + g.head[lane]) * p.q_len + g.query[lane];
+  }
+
+  // D of 16 lanes: their partial sums lie in rows, which are transposed to be added.
+  void find_d(int first, float* d) {
+    const LaneGroup& g = block.lanes;
+    alignas(64) float sums[16 * 16] = {}, columns[16 * 16];
+    for (int lane = first; lane < first + 16 && lane < g.rows; ++lane) {
       const RowSource out = source_of(p.out, p.out_dtype, g.b, g.head[lane]), dout = source_of(grad.dout, p.dtype, g.b, g.head[lane]);
       read_row(out.row(g.query[lane]), out.element_bytes, out.dtype, p.value_dim, columns_v, numbers);
       read_row(dout.row(g.query[lane]), dout.element_bytes, dout.dtype, p.value_dim, columns_v, numbers + columns_v);
-      Vf sum{};
-      for (int64_t d = 0; d < columns_v; d += W) sum = fma(load(numbers + d), load(numbers + columns_v + d), sum);
-      float total = 0.0f;
-      for (int i = 0; i < W; ++i) total += sum[i];
-      block.d[lane] = total - (grad.dlse == nullptr ? 0.0f : grad.dlse[at]);
+      Vf sum[16 / W] = {};
+      for (int64_t at = 0; at < columns_v; at += 16) {
+        for (int n = 0; n < 16 / W; ++n) sum[n] = fma(load(numbers + at + n * W), load(numbers + columns_v + at + n * W), sum[n]);
+      }
+      for (int n = 0; n < 16 / W; ++n) store(sums + (lane - first) * 16 + n * W, sum[n]);
     }
-    if (restate) restate_rows(k);
+    transpose_dwords(reinterpret_cast<const uint32_t*>(sums), 16, 16, 16, reinterpret_cast<uint32_t*>(columns), 16);
+    for (int n = 0; n < 16 / W; ++n) {
+      Vf total{};
+      for (int i = 0; i < 16; ++i) total = total + load(columns + i * 16 + n * W);
+      store(d + n * W, total);
+    }
+    if (grad.dlse == nullptr) return;
+    for (int lane = first; lane < first + 16 && lane < g.rows; ++lane) d[lane - first] -= grad.dlse[statistic(lane)];
   }
 
   // An fp32 LSE of large magnitude has lost the logarithm of its row sum: beside scores of finfo.min nothing of it is left, and
@@ -295,13 +324,13 @@ class BackwardPass {
                                                    block.dout_t, kLanes, dp, kLanes);
     const bool masked = find_visible(from, count);
     if (p.drop_below != 0) read_keep(p, g, from, count, keep);
-    const bool general = p.bias.data != nullptr || p.softcap > 0.0f || p.drop_below != 0;
+    const bool general = p.bias.data != nullptr || p.softcap > 0.0f || p.drop_below != 0 || block.restated;
     if (general) {
-      probabilities<true>(count, masked);
+      probabilities(count, masked);
       if (grad.dbias.data != nullptr) add_dbias(from, count);
       if (p.softcap > 0.0f) times_slope(count);
     } else {
-      probabilities<false>(count, masked);
+      plain_probabilities(count, masked);
     }
     Engine::gradients(g.vecs, g.rows, count, s, dp, operands);
     if (grad.dv.data != nullptr) Engine::add_row_sum(count, g.rows, columns_v, s, operands, 0, block.dout_rows, dv + at * columns_v);
@@ -310,23 +339,43 @@ class BackwardPass {
     if (block.bad > 0 || bad_keys > 0) add_bad_pairs(at, count, masked, dq);
   }
 
-  // s becomes P (times dropout), dp becomes dS. General: softcap, bias or dropout; `slope` keeps the derivative of the softcap.
-  template <bool General>
+  // s becomes P, dp becomes dS, where scores are scaled products and nothing else.
+  ROOFTILE_NOINLINE void plain_probabilities(int64_t count, bool masked) {
+    const Vf scale = set1(p.scale), log2e = set1(kLog2E), both = scale * log2e;
+    for (int n = 0; n < block.lanes.vecs; ++n) {
+      const Vf shift = load(block.shift + n * W), minus_shift = Vf{} - shift * log2e, d = load(block.d + n * W);
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t at = k * kLanes + n * W;
+        // Where P will be rounded to 16 bits, the rounding of shift * log2e (of at most kCoarseLse) is lost in that.
+        Vf prob = exp2_lanes(Engine::kRounds ? fma(load(s + at), both, minus_shift) : (load(s + at) * scale - shift) * log2e);
+        Vf d_score = prob * (load(dp + at) - d);
+        if (masked) {
+          const Vu seen = load(visible + at);
+          prob = (Vf)((Vu)prob & seen);
+          d_score = (Vf)((Vu)d_score & seen);
+        }
+        store(s + at, prob);
+        store(dp + at, d_score);
+      }
+    }
+  }
+
+  // s becomes P (times dropout), dp becomes dS. `slope` keeps the derivative of the softcap.
   ROOFTILE_NOINLINE void probabilities(int64_t count, bool masked) {
     const Vf scale = set1(p.scale), log2e = set1(kLog2E), keep_scale = set1(p.keep_scale);
     for (int64_t k = 0; k < count; ++k) {
       for (int n = 0; n < block.lanes.vecs; ++n) {
         const int64_t at = k * kLanes + n * W;
         Vf score = load(s + at) * scale, d_prob = load(dp + at);
-        if (General && p.softcap > 0.0f) {
+        if (p.softcap > 0.0f) {
           const Vf t = tanh_lanes(score / set1(p.softcap));
           store(slope + at, set1(1.0f) - t * t);
           score = set1(p.softcap) * t;
         }
-        if (General && p.bias.data != nullptr) score = score + load(extra + at);
+        if (p.bias.data != nullptr) score = score + load(extra + at);
         const Vf prob = exp2_lanes((score - load(block.shift + n * W)) * log2e) * load(block.weight + n * W);
         Vf used = prob;
-        if (General && p.drop_below != 0) {
+        if (p.drop_below != 0) {
           const Vu kept = load(keep + at);
           used = (Vf)((Vu)(prob * keep_scale) & kept);
           d_prob = (Vf)((Vu)(d_prob * keep_scale) & kept);
@@ -336,7 +385,7 @@ class BackwardPass {
           const Vu seen = load(visible + at);
           used = (Vf)((Vu)used & seen);
           d_score = (Vf)((Vu)d_score & seen);
-          if (General && p.softcap > 0.0f) store(slope + at, (Vf)((Vu)load(slope + at) & seen));
+          if (p.softcap > 0.0f) store(slope + at, (Vf)((Vu)load(slope + at) & seen));
         }
         store(s + at, used);
         store(dp + at, d_score);
@@ -419,19 +468,27 @@ class BackwardPass {
     if (view.data == nullptr) return;
     const RowSource to = source_of(view, p.dtype, b, h);
     for (int64_t j = 0; j < count; ++j) {
-      char* row = const_cast<char*>(to.row(first + j));
-      for (int64_t d = 0; d < dim; ++d) write_element(row + d * to.element_bytes, p.dtype, from[j * ld + d] * scale);
+      scale_row(from + j * ld, ld, scale, numbers);
+      write_row(const_cast<char*>(to.row(first + j)), to.element_bytes, p.dtype, dim, numbers);
     }
+  }
+
+  static void scale_row(const float* from, int64_t count, float scale, float* to) {
+    for (int64_t d = 0; d < count; d += W) store(to + d, load(from + d) * set1(scale));
   }
 
   void write_dq(int64_t b, int64_t h, int64_t index, const float* from) {
     if (grad.dq.data == nullptr) return;
     fill_lanes(p, domain(b, h, index / tasks.blocks), index % tasks.blocks * kLanes, &block.lanes);
-    for (int lane = 0; lane < block.lanes.rows; ++lane) {
-      const RowSource to = source_of(grad.dq, p.dtype, b, block.lanes.head[lane]);
-      char* row = const_cast<char*>(to.row(block.lanes.query[lane]));
-      for (int64_t d = 0; d < p.head_dim; ++d) {
-        write_element(row + d * to.element_bytes, p.dtype, from[Engine::dq_index(d, lane, columns_q)] * p.scale);
+    for (int first = 0; first < block.lanes.rows; first += 16) {
+      if (Engine::kDqByColumns) {
+        transpose_dwords(reinterpret_cast<const uint32_t*>(from + first), kLanes, columns_q, 16, reinterpret_cast<uint32_t*>(numbers), columns_q);
+      }
+      for (int lane = first; lane < first + 16 && lane < block.lanes.rows; ++lane) {
+        float* row = numbers + (lane - first) * columns_q;
+        scale_row(Engine::kDqByColumns ? row : from + lane * columns_q, columns_q, p.scale, row);
+        const RowSource to = source_of(grad.dq, p.dtype, b, block.lanes.head[lane]);
+        write_row(const_cast<char*>(to.row(block.lanes.query[lane])), to.element_bytes, p.dtype, p.head_dim, row);
       }
     }
   }

@@ -111,6 +111,7 @@ struct Fp32Engine {
                      const Scalar* k_rows, const Scalar*, float* dq) {
     gemm<Op, Into::kAdd, true>(lanes, static_cast<int>(columns / W), keys, ds, kLanes, k_rows + at * columns, columns, dq, columns);
   }
+  static constexpr bool kDqByColumns = false;  // dq is [lane][column], else [column][lane]
   static int64_t dq_index(int64_t d, int lane, int64_t columns) { return lane * columns + d; }
   static float element(const Scalar* transposed, int64_t d, int64_t ld, int lane) { return transposed[d * ld + lane]; }
   static float row_element(const Scalar* row, int64_t d) { return row[d]; }
@@ -300,6 +301,7 @@ struct Bf16Engine {
                      const Scalar* k_columns, float* dq) {
     gemm<Op, Into::kAdd, false>(dim, vecs, (keys + 1) / 2, k_columns + at / 2, kBackwardChunk / 2, operands + 2 * kTileRows, kLanes, dq, kLanes);
   }
+  static constexpr bool kDqByColumns = true;
   static int64_t dq_index(int64_t d, int lane, int64_t) { return d * kLanes + lane; }
   static float element(const Scalar* transposed, int64_t d, int64_t ld, int lane) {
     return widen_bf16(static_cast<uint16_t>(transposed[d / 2 * ld + lane] >> (d % 2 * 16)));

@@ -10,6 +10,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #else
@@ -23,6 +24,7 @@
 
 #define ROOFTILE_INLINE inline __attribute__((always_inline))
 #define ROOFTILE_NOINLINE __attribute__((noinline))
+#define ROOFTILE_UNSANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
 
 namespace rooftile {
 namespace ROOFTILE_ISA {

@@ -57,7 +57,7 @@ bool has_processor_for(int32_t path) {
 }
 
 // Whether the path has no code of its own for this dtype.
-bool is_another(int32_t path, int32_t dtype) { return dtype == kFp32 ? path >= kPathAvx512Bf16 : path == kPathAvx512Bf16 && dtype == kFp16; }
+bool is_another(int32_t path, int32_t dtype) { return path == kPathAvx512Bf16 && dtype != kBf16; }
 
 // The caller's floating-point mode must survive each call.
 class SameMode {
