@@ -176,7 +176,7 @@ def test_figures_of_any_size_fit_the_columns(tmp_path: Path, capsys: pytest.Capt
     out(capsys, *TINY, "--json", str(path))
     records = load_records(path)
     wild = [
-        dataclasses.replace(record, samples=samples, path="torch operations", contender=name)
+        dataclasses.replace(record, samples=samples, path="torch operations, 256 keys a split", contender=name)
         for record, name, samples in zip(
             [r for r in records if r.task == "attention forward"][:3],
             ("torch SDPA", "reference", "tiled"),

@@ -61,7 +61,7 @@ class Native(Kernel):
     def plan(self, call: Call) -> Plan:
         """What the library says that it would do."""
         found = library.plan(call)
-        split = f" split {found.split_keys}" if found.split_keys else ""  # keys of a partial state
+        split = f", {found.split_keys} keys a split" if found.split_keys else ""
         return Plan(library.PATHS[found.path] + split, found.q_tile, found.kv_tile, found.scores)
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_report", "ceilings_report", "comparison_as_dict", "comparison_report"]
 
+_PATH = 16
+
 _ISA_SHOWN = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve")
 
 
@@ -108,6 +110,7 @@ def _outcome(outcome: Outcome, roofs: Ceilings, threads: int) -> Iterator[str]:
         "max err", "mean err", "x SDPA",
     )  # fmt: skip
     yield table(header, [_row(record, peer, roof) for record in outcome.records], left=2)
+    yield from _wrapped(f"{r.contender}: {r.path}" for r in outcome.records if _short(r.path) != r.path)
     yield from _wrapped(f"{name} did not run: {reason}" for name, reason in outcome.refused)
     heads = case.batch * case.kv_heads
     if outcome.kv_heads_compared < heads:
@@ -125,7 +128,7 @@ def _row(record: Record, peer: Record | None, roof: tuple[str, float] | None) ->
     ratio = None if peer is None else paired_ratio(peer.samples, record.samples)[1]
     return (
         record.contender,
-        record.path or NOTHING,
+        _short(record.path) or NOTHING,
         figure(record),
         _spread(record),
         _giga(visible, digits),
@@ -135,6 +138,11 @@ def _row(record: Record, peer: Record | None, roof: tuple[str, float] | None) ->
         NOTHING if mean is None else f"{mean:.1e}",
         NOTHING if ratio is None else f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}",
     )
+
+
+def _short(path: str) -> str:
+    """``avx512`` of ``avx512, 256 keys a split``: a column has room for no more."""
+    return path.partition(",")[0][:_PATH]
 
 
 def _giga(rate: float, digits: int) -> str:
