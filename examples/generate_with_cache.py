@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--new-tokens", type=int, default=20)
     parser.add_argument("--page-size", type=int, help="keys a page; without it the cache is contiguous")
     options = parser.parse_args(arguments)
+    if min(*options.prompts, options.new_tokens, options.page_size or 1) < 1 or options.page_size == 0:
+        parser.error("--prompts, --new-tokens and --page-size: give whole numbers, 1 or more")
 
     torch.manual_seed(0)
     config = zoo.llama_config(n_layers=4, n_heads=8, n_kv_heads=2, d_model=128, d_ff=256, vocab=512)

@@ -286,7 +286,7 @@ def test_a_window_too_small_for_the_chunk_refuses():
     _, k, v = tokens(20, batch=2)
     cache.append(k, v)
     cache.append(k[:, :, :5], v[:, :, :5])
-    with pytest.raises(UsageError, match="needs 15 keys, and 6 more exceed the capacity of 20: append fewer tokens"):
+    with pytest.raises(UsageError, match="keeps 15 keys, and 6 more exceed the capacity of 20: append fewer tokens"):
         cache.append(k[:, :, :6], v[:, :, :6])
 
 
@@ -414,6 +414,7 @@ Q1, K1, V1 = torch.zeros(B, HQ, 1, D), torch.zeros(B, HKV, 2, D), torch.zeros(B,
         (lambda: filled().attend(Q1, softcap=-1.0), "softcap=-1.0"),
         (lambda: filled().attend(Q1, kernel="fast"), "fast"),
         (lambda: filled().clear([3]), "no sequence 3"),
+        (lambda: filled().clear(1), r"clear\(1\)"),
         (lambda: filled().free_pages, "no pages"),
         (lambda: filled(eviction=SlidingWindow(8)).attend(Q1, mask=masks.prefix(2, align="bottom-right")), "prefix"),
     ],

@@ -277,6 +277,7 @@ def test_merging_works_under_compile():
         (lambda: merge_all([]), "at least one"),
         (lambda: merge(empty(), empty(torch.float64)), "state 1 has dtype torch.float64"),
         (lambda: merge(empty(), AttentionState(torch.zeros(B, H, 1, DV), torch.zeros(B, H, 1))), "state 1 has shape"),
+        (lambda: empty().finish(torch.int32), "int32"),
         (lambda: empty().finish(sinks=torch.zeros(2)), r"\(3,\)"),
         (lambda: empty().finish(sinks=torch.zeros(H, dtype=torch.int64)), "int64"),
         (lambda: empty().finish(sinks=torch.zeros(H, device="meta")), "sinks is on meta"),

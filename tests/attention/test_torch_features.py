@@ -238,6 +238,8 @@ def test_batched_gradients_are_those_of_one_at_a_time():
 def test_forward_mode_is_refused_in_a_sentence():
     with pytest.raises(UsageError, match="reverse-mode"):
         torch.func.jvp(lambda q: rooftile.attention(q, K, V), (Q,), (Q,))
+    with pytest.raises(UsageError, match=r"jacrev\(jacrev"):
+        torch.func.hessian(lambda q: rooftile.attention(q, K, V, kernel="reference").sum())(Q)
     with forward_ad.dual_level(), pytest.raises(UsageError, match="k carries"):
         rooftile.attention(Q, forward_ad.make_dual(K, K), V)
 

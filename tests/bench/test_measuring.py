@@ -106,6 +106,20 @@ def test_too_few_rounds_are_refused(warm_up: int, repeats: int) -> None:
         measure({"a": lambda: None}, warm_up=warm_up, repeats=repeats)
 
 
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [
+        (lambda: measure({}), "nothing to measure"),
+        (lambda: measure({"a": 3}), "contender 'a' is 3"),  # type: ignore[dict-item]
+        (lambda: paired_ratio([], [1.0]), "0 and 1 samples"),
+        (lambda: threads_set(0).__enter__(), r"threads_set\(0\)"),
+    ],
+)
+def test_what_can_not_be_measured_is_refused_with_the_value(run: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        run()
+
+
 def test_a_ratio_is_taken_round_by_round_so_that_drift_cancels() -> None:
     drift = [1.0, 3.0, 1.5, 4.0, 2.0]
     assert paired_ratio([2 * d for d in drift], drift) == pytest.approx((2, 2, 2))

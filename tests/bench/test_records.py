@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,6 +182,15 @@ def test_faster_is_less_time_and_a_higher_rate(record: Record) -> None:
     rates = [dataclasses.replace(r, unit="B/s") for r in (record, twice)]
     assert compare(*rates).faster == pytest.approx(0.5)
     assert compare(*rates).low < 0.5 < compare(*rates).high
+
+
+@pytest.mark.parametrize("unit", ["s", "B/s"])
+def test_the_interval_holds_the_ratio_also_where_the_figure_is_the_best_round(unit: Any, record: Record) -> None:
+    record = dataclasses.replace(record, unit=unit, statistic="best")
+    lucky = (0.004, *[0.012] * 7) if unit == "s" else (*[0.011] * 7, 0.04)
+    found = compare(record, dataclasses.replace(record, samples=lucky))
+    assert found.low < found.faster < found.high
+    assert found.low < 1 < found.high, "one lucky round is no difference"
 
 
 def test_files_are_matched_by_task_and_number_of_threads(record: Record) -> None:

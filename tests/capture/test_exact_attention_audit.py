@@ -17,6 +17,7 @@ from rooftile.capture import CaptureOptions, Step, Trace, capture
 from rooftile.capture.trace_file import load_trace, save_trace
 from rooftile.costs import trace_costs
 from rooftile.devices import Device
+from rooftile.errors import CaptureError
 from rooftile.ledgers.kv_cache import kv_cache
 
 FORWARD, BACKWARD = "rooftile.attention.default", "rooftile.attention_backward.default"
@@ -147,6 +148,46 @@ def test_the_kv_cache_is_that_of_the_kv_heads_where_the_mask_is_causal(
     mask: Any, bytes_per_token: int | None, h100: Device
 ):
     assert kv_cache(run(Attends(exact, mask), h100)).bytes_per_token == bytes_per_token
+
+
+def test_an_option_for_torchs_attention_says_that_it_changes_nothing_here(h100: Device):
+    notes = run(Attends(exact, masks.causal()), h100, attention="materialized").notes
+    assert sum("--attention materialized is about torch's own attention" in note for note in notes) == 1
+    assert not any("--attention" in note for note in run(Attends(exact), h100).notes)
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("bf16-mixed", 2), ("fp32", 4)])
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("held", ["attribute", "list"])
+def test_a_cache_that_the_model_holds_is_in_the_dtype_that_attention_runs_in(
+    held: str, live: bool, precision: str, itemsize: int, h100: Device
+):
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(32, 32)
+            cache = rooftile.KVCache(2, 2, 2 * LENGTH, 16, dtype=torch.float32)
+            self.held = cache if held == "attribute" else [cache]
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = self.held if held == "attribute" else self.held[0]
+            q = self.proj(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            cache.append(q, q)
+            return cache.attend(q, mask=masks.causal(align="bottom-right"))
+
+    model = Cached()
+    trace = run(model, h100, "prefill", precision=precision, live=live)
+    assert {t.dtype for op in trace.ops if "attention" in op.operator for t in op.call.inputs[:3]} == {
+        {2: "bfloat16", 4: "float32"}[itemsize]
+    }
+    cache = model.held if held == "attribute" else model.held[0]
+    assert cache.lengths.tolist() == [0, 0], "the user's own cache is left alone"
+
+
+def test_a_kernel_that_the_model_names_and_the_capture_lacks_is_told_with_its_place(h100: Device):
+    model = Attends(lambda q, k, v, mask: attention(q, k, v, mask=mask, kernel="sdpa", softcap=2.0))
+    with pytest.raises(CaptureError, match=r"test_exact_attention_audit.py:\d+ .*UsageError.*kernel='sdpa'"):
+        run(model, h100)
 
 
 def test_a_saved_trace_keeps_what_is_visible(tmp_path: Path, h100: Device):

@@ -187,6 +187,8 @@ class KVCache:
 
     def clear(self, sequences: Iterable[int] | None = None) -> None:
         """Forget the given ``sequences`` of the batch (all by default); the next token of each has position 0."""
+        if sequences is not None and not isinstance(sequences, Iterable):
+            raise UsageError(f"clear({sequences!r}): pass the sequences' numbers in a list")
         chosen = range(self.batch) if sequences is None else list(sequences)
         for b in chosen:
             if not 0 <= b < self.batch:
@@ -219,10 +221,11 @@ class KVCache:
         """Attention of queries ``q`` (B, Hq, Lq, D) over the cached keys: (B, Hq, Lq, Dv) in q's dtype, and the LSE.
 
         The queries of sequence b are its first ``lengths[b]`` rows (all Lq by default; a row beyond them gives 0 and an
-        LSE of -inf), and they are its *last* tokens: their keys have been appended. One row needs no mask, it sees all
-        keys of its sequence. Several rows need one of ``causal``, ``window`` and ``prefix`` (or an intersection), with
-        its ``align`` said, which each sequence reads with its own lengths. No key is gathered: a contiguous cache is
-        read as strided views, pages through their table, or, where the compiled kernel is missing, block by block.
+        LSE of -inf, its sink where there are sinks), and they are its *last* tokens: their keys have been appended.
+        One row needs no mask, it sees all keys of its sequence. Several rows need one of ``causal``, ``window`` and
+        ``prefix`` (or an intersection), with its ``align`` said, which each sequence reads with its own lengths. No key
+        is gathered: a contiguous cache is read as strided views, pages through their table, or, where the compiled
+        kernel is missing, block by block.
 
         Raises :class:`~rooftile.errors.UsageError` for what :func:`rooftile.attention` refuses, for masks that hold
         tensors, for queries whose window reaches back beyond what the cache has kept, and under autograd.

@@ -89,7 +89,7 @@ class Contiguous(Storage):
         for b, (old, new, first) in enumerate(zip(seen, added, keep_from, strict=True)):
             if old - first + new > self.capacity:
                 held, most = old - first, self.capacity
-                return f"sequence {b} needs {held:,} keys, and {new:,} more exceed the capacity of {most:,}"
+                return f"sequence {b} keeps {held:,} keys, and {new:,} more exceed the capacity of {most:,}"
         return None
 
     def make_room(self, seen: Sequence[int], added: Sequence[int], keep_from: Sequence[int]) -> None:

@@ -95,6 +95,8 @@ class AttentionState:
         A sink is a logit of its head that every row sees and that has no value: it adds exp(sink) to the row sum.
         Finish once, after the last merge.
         """
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"finish(dtype={dtype}) would cut the output to integers: give a floating-point dtype")
         state = self if sinks is None else merge(self, _sink_state(self, sinks))
         return (state.out if dtype is None else state.out.to(dtype)), state.lse
 

@@ -14,8 +14,14 @@ from torch import Tensor
 
 from rooftile._attention.operators import LIBRARY, differentiate_twice, save_backward, save_forward
 from rooftile._attention.schema import BIAS, DIFFERENTIABLE, INPUT_COUNT, SEED, SINKS, TENSOR_COUNT, V
+from rooftile.errors import UsageError
 
 __all__ = ["attention_transformed", "backward_transformed"]
+
+_REVERSE_ONLY = (
+    "a forward-mode derivative was asked of attention (torch.func.hessian is jacfwd of jacrev), which has reverse mode "
+    "only: use jacrev(jacrev(f)), with kernel='reference' for second derivatives"
+)
 
 _Rule = tuple[tuple[Tensor, ...], tuple[int, ...]]
 
@@ -43,6 +49,10 @@ class _Attention(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise UsageError(_REVERSE_ONLY)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> _Rule:
         return _batched_forward(attention_transformed, info.batch_size, in_dims, inputs)
 
@@ -62,6 +72,10 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *seconds: Tensor | None) -> tuple[Tensor | None, ...]:
         return differentiate_twice(ctx, *seconds)
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise UsageError(_REVERSE_ONLY)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> _Rule:

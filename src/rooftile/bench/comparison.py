@@ -23,8 +23,9 @@ _OUTCOMES = {"samples", "calls", "taken_at", "others_busy", "work", "errors"}
 class Comparison:
     """``faster`` is how many times the speed of ``before`` that of ``after`` is.
 
-    ``low`` and ``high`` are that ratio between the quartiles that are farthest from and nearest to each other: where
-    they lie on both sides of 1, the two were not told apart.
+    ``low`` and ``high`` are that ratio between the quartiles that are farthest from and nearest to each other, or, of
+    figures that are the best of their rounds, between each best and the quartile next to it. Where they lie on both
+    sides of 1, the two were not told apart.
     """
 
     before: Record
@@ -43,10 +44,17 @@ def compare(before: Record, after: Record) -> Comparison:
             f"{before.task} of {before.contender} and of {after.contender} can't be compared: {name} is {_shown(one)} "
             f"in one and {_shown(other)} in the other; measure both under the same conditions"
         )
-    first, second = quartiles(before.samples), quartiles(after.samples)
+    (slow, fast), (slow_after, fast_after) = _ends(before), _ends(after)
     if before.is_rate:
-        return Comparison(before, after, after.value / before.value, second[0] / first[2], second[2] / first[0])
-    return Comparison(before, after, before.value / after.value, first[0] / second[2], first[2] / second[0])
+        return Comparison(before, after, after.value / before.value, slow_after / fast, fast_after / slow)
+    return Comparison(before, after, before.value / after.value, fast / slow_after, slow / fast_after)
+
+
+def _ends(record: Record) -> tuple[float, float]:
+    """The slow and the fast end of the samples that stand behind the figure."""
+    low, _, high = quartiles(record.samples)
+    slow, fast = (low, high) if record.is_rate else (high, low)
+    return (fast, record.best) if record.statistic == "best" else (slow, fast)
 
 
 def compare_all(before: Sequence[Record], after: Sequence[Record]) -> tuple[list[Comparison], list[Record]]:

@@ -61,6 +61,11 @@ def measure(
     its ``samples`` show. ``say`` is told who runs.
     """
     check_rounds(warm_up, repeats)
+    for name, run in contenders.items():
+        if not callable(run):
+            raise UsageError(f"contender {name!r} is {run!r}: pass a function without arguments that does one call")
+    if not contenders:
+        raise UsageError("there is nothing to measure: pass a function without arguments for each contender")
     tell = say or (lambda _: None)
     calls: dict[str, int] = {}
     rounds: dict[str, int] = {}
@@ -71,7 +76,7 @@ def measure(
     names = list(contenders)
     with collector_paused(), Neighbours() as others:
         for number in range(warm_up - 1 + repeats):  # planning was a round of warm-up
-            shift = number % len(names) if names else 0
+            shift = number % len(names)
             for name in names[shift:] + names[:shift]:
                 if number >= warm_up - 1 + rounds[name]:
                     continue
@@ -147,8 +152,12 @@ def recorded(
 def paired_ratio(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
     """How many times as fast as ``peer`` we are: first quartile, median, third quartile of the ratios of seconds.
 
-    The ratio is taken round by round, so that what slows a whole round cancels out.
+    The ratio is taken round by round, so that what slows a whole round cancels out; rounds that only one of the two
+    has, because the other one's budget was spent, are left out. Raises :class:`~rooftile.errors.UsageError` without a
+    round.
     """
+    if not peer or not ours:
+        raise UsageError(f"{len(peer)} and {len(ours)} samples have no ratio: pass at least one of each")
     return quartiles(tuple(a / b for a, b in zip(peer, ours, strict=False)))
 
 
@@ -157,6 +166,8 @@ def threads_set(count: int) -> Iterator[None]:
     """``torch.set_num_threads(count)`` inside the block, and the caller's number after it."""
     import torch
 
+    if not isinstance(count, int) or count < 1:
+        raise UsageError(f"threads_set({count!r}): give a whole number, 1 or more")
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

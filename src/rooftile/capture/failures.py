@@ -9,9 +9,9 @@ import traceback
 
 import torch
 
-from rooftile.errors import CaptureError
+from rooftile.errors import CaptureError, RooftileError
 
-__all__ = ["capture_error", "user_frame"]
+__all__ = ["capture_error", "is_refusal", "user_frame"]
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -32,6 +32,11 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_STDLIB)]
     candidates = own or frames
     return candidates[-1] if candidates else None
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether this package refused what it was given; an error that the model's own code met is told with its place."""
+    return isinstance(error, RooftileError) and user_frame(error) is None
 
 
 def capture_error(error: BaseException) -> CaptureError:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rooftile._attention.kv_cache import KVCache
 from rooftile.capture.options import CaptureOptions
 from rooftile.capture.step import Step
 from rooftile.errors import UsageError
@@ -129,6 +130,8 @@ def copy_step(step: Step, precision: str, device: str) -> Step:
         for held in vars(module).values():
             for tensor in held.tensors if isinstance(held, Mask) else ():
                 memo.setdefault(id(tensor), _new_tensor(tensor, None, device))
+            for tensor in tensors_inside([leaf for leaf in tree_leaves(held) if isinstance(leaf, KVCache)]):
+                memo.setdefault(id(tensor), _new_tensor(tensor, compute_dtype(precision, step.model), device))
     try:
         model = copy.deepcopy(step.model, memo)
         optimizer = step.optimizer

@@ -17,7 +17,7 @@ from torch import nn
 
 from rooftile.capture.checkpointing import checkpoint_blocks
 from rooftile.capture.compiler import compiler_is_imported, without_compiler
-from rooftile.capture.failures import capture_error
+from rooftile.capture.failures import capture_error, is_refusal
 from rooftile.capture.materialize import (
     compute_dtype,
     copy_step,
@@ -30,7 +30,7 @@ from rooftile.capture.runner import LOSS_SCALE, Progress, Runner
 from rooftile.capture.step import Step
 from rooftile.capture.trace import Op, Trace
 from rooftile.capture.visible import assumptions, exact_attention_calls
-from rooftile.errors import RooftileError, UsageError
+from rooftile.errors import UsageError
 from rooftile.lowp.masters import MasterWeights
 
 if TYPE_CHECKING:
@@ -64,15 +64,15 @@ def capture(step: Step, device: Device, options: CaptureOptions, progress: Progr
         if not options.live:
             try:
                 return _undisturbed(step, device, options, say, "meta")
-            except RooftileError:
-                raise
             except Exception as error:
+                if is_refusal(error):
+                    raise
                 say(f"meta tensors refused ({_first_line(error)}); again on fake CPU tensors")
         try:
             return _undisturbed(step, device, options, say, "live" if options.live else "fake")
-        except RooftileError:
-            raise
         except Exception as error:
+            if is_refusal(error):
+                raise
             raise capture_error(error) from error
 
 
@@ -172,7 +172,13 @@ def _attempt(step: Step, device: Device, options: CaptureOptions, say: Progress,
         ops, storages = runner.run()
         lap("step")
     settings = _settings(step, own, device, options, precision, optimizer_name, mode, runner)
-    settings["attention_decision"] += exact_attention_calls(ops)
+    exact = exact_attention_calls(ops)
+    settings["attention_decision"] += exact
+    if exact and options.attention != "auto":
+        notes.append(
+            f"--attention {options.attention} is about torch's own attention: what calls rooftile.attention keeps the "
+            "kernel that the model names"
+        )
     assumed = assumptions(ops)
     if assumed:
         notes.append(assumed)

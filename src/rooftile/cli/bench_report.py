@@ -46,7 +46,8 @@ def attention_report(outcomes: Sequence[Outcome], roofs: Ceilings, threads: int)
     lines = [f"rooftile bench attention  {_threads([threads])}", *_conditions(first)]
     lines += [
         f"median of {first.repeats} rounds in turn after {first.warm_up} of warm-up, caches warm; GFLOP/s of visible",
-        "pairs, `dense` of the whole square; absolute errors; x SDPA: how many times as fast as torch's own",
+        "pairs, `dense` of the whole square; absolute errors; x SDPA: how many times as fast as torch's",
+        "own, round by round; ~: the quartiles of that lie on both sides of 1",
         "",
     ]
     for outcome in outcomes:
@@ -125,7 +126,7 @@ def _row(record: Record, peer: Record | None, roof: tuple[str, float] | None) ->
     worst = max((error.largest for error in record.errors), default=None, key=_as_error)
     elements = sum(error.elements for error in record.errors)
     mean = sum(error.mean * error.elements for error in record.errors) / elements if elements else None
-    ratio = None if peer is None else paired_ratio(peer.samples, record.samples)[1]
+    ratio = None if peer is None else paired_ratio(peer.samples, record.samples)
     return (
         record.contender,
         _short(record.path) or NOTHING,
@@ -136,8 +137,14 @@ def _row(record: Record, peer: Record | None, roof: tuple[str, float] | None) ->
         NOTHING if roof is None else f"{visible / roof[1]:.0%}",
         NOTHING if worst is None else f"{worst:.1e}",
         NOTHING if mean is None else f"{mean:.1e}",
-        NOTHING if ratio is None else f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}",
+        NOTHING if ratio is None else _times(*ratio),
     )
+
+
+def _times(low: float, ratio: float, high: float) -> str:
+    """The ratio, behind a ``~`` where it was not told apart from 1."""
+    text = f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
+    return f"~{text}" if low < 1 < high else text
 
 
 def _short(path: str) -> str:
