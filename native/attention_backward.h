@@ -88,6 +88,7 @@ class BackwardPass {
     keep = arena->take<uint32_t>(tile);
     operands = arena->take<Scalar>(Engine::gradient_operands());
     known_d = arena->take<float>(tasks.blocks * tasks.domains_per_head * kLanes);
+    reach = arena->take<Reach>(tasks.blocks * tasks.domains_per_head);
     if (tasks.parts == 1) own_dq = arena->take<float>(dq_block() * tasks.blocks * tasks.domains_per_head);
   }
 
@@ -104,7 +105,11 @@ class BackwardPass {
         float* dq = dq_of(part, b, h);
         std::memset(dq, 0, static_cast<size_t>(dq_block() * tasks.blocks * tasks.domains_per_head) * 4);
         const int64_t begin = part * tasks.part_keys;
-        for (int64_t i = 0; i < tasks.blocks * tasks.domains_per_head; ++i) known_d[i * kLanes] = kUnknown;
+        for (int64_t i = 0; i < tasks.blocks * tasks.domains_per_head; ++i) {
+          known_d[i * kLanes] = kUnknown;
+          fill_lanes(p, domain(b, h, i / tasks.blocks), i % tasks.blocks * kLanes, &block.lanes);
+          reach[i] = {block.lanes.first, block.lanes.last};
+        }
         const int64_t end = begin + tasks.part_keys < p.kv_len ? begin + tasks.part_keys : p.kv_len;
         for (int64_t j = begin; j < end; j += kBackwardChunk) chunk(b, h, j, j + kBackwardChunk < end ? j + kBackwardChunk : end, dq);
         if (tasks.parts == 1) {
@@ -137,6 +142,10 @@ class BackwardPass {
   float *numbers, *dk, *dv, *s, *dp, *extra, *slope;
   float* known_d;  // D of every block of the kv head, from the first chunk of keys that it sees
   static constexpr float kUnknown = -kInfinity;
+  struct Reach {
+    int64_t first, last;
+  };
+  Reach* reach;  // the keys between which all lie that any row of a block sees
   uint32_t *visible, *keep;
   const Scalar* clean_k;            // k_rows, or a copy in which keys that are not finite are zeroed
   Scalar *clean_scratch, *restated_k;
@@ -154,15 +163,16 @@ class BackwardPass {
 
   void chunk(int64_t b, int64_t h, int64_t begin, int64_t end, float* dq) {
     const RowSource k = key_source(p, p.k, b, h), v = key_source(p, p.v, b, h);
-    const int64_t count = end - begin;
+    const int64_t count = end - begin, touched = round_up(count, kBackwardKeys);
     bool prepared = false;
-    std::memset(dk, 0, static_cast<size_t>(kBackwardChunk * columns_q) * 4);
-    std::memset(dv, 0, static_cast<size_t>(kBackwardChunk * columns_v) * 4);
+    std::memset(dk, 0, static_cast<size_t>(touched * columns_q) * 4);
+    std::memset(dv, 0, static_cast<size_t>(touched * columns_v) * 4);
     for (int64_t which = 0; which < tasks.domains_per_head; ++which) {
       const RowDomain rows_of = domain(b, h, which);
       for (int64_t i = 0; i < tasks.blocks; ++i) {
+        const Reach seen = reach[which * tasks.blocks + i];
+        if (seen.first >= end || begin >= seen.last) continue;
         fill_lanes(p, rows_of, i * kLanes, &block.lanes);
-        if (!block.lanes.sees(begin, end)) continue;
         if (!prepared) {
           prepared = true;
           Engine::copy_rows(k, begin, count, p.head_dim, k_rows);

@@ -285,7 +285,8 @@ class ForwardPass {
     float* out = s;  // [lane][value_dim], all lanes at once where they fit
     const int64_t step = kLanes * wide <= s_floats ? kLanes : 16;
     for (int64_t first = 0; first < g.rows; first += step) {
-      transpose_dwords(reinterpret_cast<const uint32_t*>(group->o + first), kLanes, wide, step, reinterpret_cast<uint32_t*>(out), wide);
+      const int64_t used = g.rows - first < step ? round_up<int64_t>(g.rows - first, 16) : step;
+      transpose_dwords(reinterpret_cast<const uint32_t*>(group->o + first), kLanes, wide, used, reinterpret_cast<uint32_t*>(out), wide);
       for (int64_t lane = first; lane < first + step && lane < g.rows; ++lane) {
         char* row = static_cast<char*>(p.out.data) + (g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2]) * size;
         write_row(row, p.out.stride[3] * size, p.out_dtype, p.value_dim, out + (lane - first) * wide);
