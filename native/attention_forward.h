@@ -181,7 +181,8 @@ class ForwardPass {
       visible_from_intervals(g, begin, count, visible);
       if (p.dense.data != nullptr) hide_by_dense(p.dense, g, begin, count, visible);
       if (p.bias.data != nullptr) read_bias(p, g, begin, count, extra, visible);
-      if (!note_seen(g, count, group->seen)) return;
+      const bool by_intervals = p.dense.data == nullptr && p.bias.data == nullptr;
+      if (!(by_intervals ? note_reached(g, begin, end, group->seen) : note_seen(g, count, group->seen))) return;
     } else {
       for (int lane = 0; lane < kLanes; ++lane) group->seen[lane] = ~0u;
     }
@@ -228,7 +229,18 @@ class ForwardPass {
     return count;
   }
 
-  // Whether any lane sees a key of this tile.
+  // Whether any lane sees a key of [begin, end), by its interval alone.
+  static bool note_reached(const LaneGroup& g, int64_t begin, int64_t end, uint32_t* seen) {
+    bool any = false;
+    for (int lane = 0; lane < g.rows; ++lane) {
+      const bool here = g.lo[lane] < end && begin < g.hi[lane];
+      if (here) seen[lane] = ~0u;
+      any = any || here;
+    }
+    return any;
+  }
+
+  // The same by the tile of what is visible.
   bool note_seen(const LaneGroup& g, int64_t count, uint32_t* seen) {
     Vu any{};
     for (int n = 0; n < g.vecs; ++n) {
@@ -260,8 +272,14 @@ class ForwardPass {
     }
   }
 
+  char* output_row(const LaneGroup& g, int64_t lane) const {
+    const int64_t at = g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2];
+    return static_cast<char*>(p.out.data) + at * bytes_of(p.out_dtype);
+  }
+
   void close_group(Group* group) {
     const LaneGroup& g = *group->lanes;
+    for (int lane = 0; lane < g.rows; ++lane) prefetch_row(output_row(g, lane), p.value_dim * bytes_of(p.out_dtype));
     const bool scaled = p.softcap > 0.0f || p.bias.data != nullptr || p.scale <= 0.0f;
     float* times = factor;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -288,8 +306,7 @@ class ForwardPass {
       const int64_t used = g.rows - first < step ? round_up<int64_t>(g.rows - first, 16) : step;
       transpose_dwords(reinterpret_cast<const uint32_t*>(group->o + first), kLanes, wide, used, reinterpret_cast<uint32_t*>(out), wide);
       for (int64_t lane = first; lane < first + step && lane < g.rows; ++lane) {
-        char* row = static_cast<char*>(p.out.data) + (g.b * p.out.stride[0] + g.head[lane] * p.out.stride[1] + g.query[lane] * p.out.stride[2]) * size;
-        write_row(row, p.out.stride[3] * size, p.out_dtype, p.value_dim, out + (lane - first) * wide);
+        write_row(output_row(g, lane), p.out.stride[3] * size, p.out_dtype, p.value_dim, out + (lane - first) * wide);
       }
     }
   }

@@ -100,6 +100,18 @@ def test_inductor_takes_the_operator():
     torch.testing.assert_close(torch.compile(function, fullgraph=True)(Q), function(Q))
 
 
+def test_an_explanation_in_compiled_code_is_the_one_outside_of_it():
+    told = []
+
+    def function(q: Tensor) -> Any:
+        told.append(rooftile.attention.explain(q, K, V, dropout_p=0.1))
+        return rooftile.attention(q, K, V)
+
+    out = torch.compile(function, backend="aot_eager")(Q)
+    assert torch.equal(out, rooftile.attention(Q, K, V))
+    assert told == [rooftile.attention.explain(Q, K, V, dropout_p=0.1)]
+
+
 def test_dropout_stays_in_the_graph_and_draws_the_same_seeds():
     def function(q: Tensor) -> Any:
         return rooftile.attention(q, K, V, dropout_p=0.5)

@@ -67,6 +67,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@torch.compiler.disable(reason="an explanation is for people: no graph can hold it")  # type: ignore[untyped-decorator]
 def explain(
     q: Tensor,
     k: Tensor,
