@@ -59,7 +59,10 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         ("top-left", "bottom-right"),
     ),
     "prefix and causal": (lambda: masks.prefix(3) & masks.causal(), ("prefix(3)", "union")),
-    "a prefix longer than the keys": (lambda: call(mask=masks.prefix(7)), ("prefix(7)", "6")),
+    "a mask joined with a tensor": (
+        lambda: masks.causal() & torch.ones(6, 6, dtype=torch.bool),
+        ("causal()", "masks.dense"),
+    ),
     "padding longer than the keys": (lambda: call(mask=masks.padding(torch.tensor([3, 7]))), ("7", "6", "padding")),
     "a negative length": (lambda: call(mask=masks.padding(torch.tensor([3, -1]))), ("-1", "padding")),
     "padding of another batch": (lambda: call(mask=masks.padding(torch.tensor([3, 3, 3]))), ("3", "2")),

@@ -448,6 +448,19 @@ def test_a_cache_of_fake_tensors_gives_shapes_as_an_audit_asks_for_them(storage,
         assert cache.attend(q[:, :, :1], kernel=kernel).shape == (B, HQ, 1, DV)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_autocast_brings_fp32_tensors_to_the_caches_dtype(storage):
+    inside, outside = (make(storage, 40, dtype=torch.bfloat16) for _ in range(2))
+    q, k, v = tokens(20)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside.append(k, v)
+        out = inside.attend(q, mask=CAUSAL)
+    outside.append(k.bfloat16(), v.bfloat16())
+    assert torch.equal(out, outside.attend(q.bfloat16(), mask=CAUSAL))
+    with torch.autocast("cpu", torch.float16), pytest.raises(UsageError, match=r"k is torch\.float32"):
+        inside.append(k, v)
+
+
 # ------------------------------------------------------------------------------------------------------------- operator
 @pytest.mark.skipif(bool(library.MISSING), reason="pages go through an operator only where there is a compiled kernel")
 def test_the_paged_operator_passes_opcheck_and_has_no_gradient():

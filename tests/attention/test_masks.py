@@ -116,8 +116,24 @@ def test_a_window_that_ends_at_the_query_contradicts_a_prefix_as_causal_does():
 
 
 def test_only_masks_compose():
+    with pytest.raises(UsageError, match=r"masks\.dense"):
+        masks.causal() & torch.ones(3, 3, dtype=torch.bool)
     with pytest.raises(TypeError):
-        masks.causal() & torch.ones(3, 3, dtype=torch.bool)  # type: ignore[operator]
+        masks.causal() & 3
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**63 - 1, 10**20])
+def test_distances_beyond_any_key_are_as_good_as_open(far: int):
+    causal, everything = masks.causal().materialize(7, 7), torch.ones(1, 1, 7, 7, dtype=torch.bool)
+    for mask, expected in (
+        (masks.window(far), causal),
+        (masks.window(left=far, right=0), causal),
+        (masks.window(left=0, right=far), causal.mT),
+        (masks.window(left=far, right=far), everything),
+        (masks.prefix(far), everything),
+    ):
+        assert torch.equal(mask.materialize(7, 7), expected)
+        assert torch.equal(written_out(mask, 7, 7), expected)
 
 
 def test_masks_are_equal_by_their_numbers_and_by_the_identity_of_their_tensors():

@@ -275,6 +275,8 @@ def test_merging_works_under_compile():
         (lambda: AttentionState.of(*[torch.zeros(1, 1, 2, 4)] * 3, dropout_p=0.1), "dropout_p=0.1"),
         (lambda: AttentionState.of(*[torch.zeros(1, 1, 2, 4)] * 2, torch.zeros(1, 1, 3, 4)), "length"),
         (lambda: merge_all([]), "at least one"),
+        (lambda: merge(empty(), 3), "int"),
+        (lambda: merge_all(empty()), "in a list"),
         (lambda: merge(empty(), empty(torch.float64)), "state 1 has dtype torch.float64"),
         (lambda: merge(empty(), AttentionState(torch.zeros(B, H, 1, DV), torch.zeros(B, H, 1))), "state 1 has shape"),
         (lambda: empty().finish(torch.int32), "int32"),

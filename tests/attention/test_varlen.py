@@ -90,6 +90,12 @@ def test_any_lengths_in_either_index_type_agree_with_the_definition(lengths, mas
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-13)
 
 
+def test_a_prefix_longer_than_a_sequence_is_all_of_it():
+    q, k, v, cu, _ = packed([(3, 3), (9, 9)])
+    out = attention_varlen(q, k, v, cu, cu, mask=masks.prefix(5))
+    torch.testing.assert_close(out[:3], attention_varlen(q[:3], k[:3], v[:3], offsets([3]), offsets([3])))
+
+
 def test_an_alignment_needs_no_saying_where_every_sequence_has_as_many_keys_as_queries():
     operands = packed([(5, 5), (0, 3), (8, 8)])
     out = attention_varlen(*operands, mask=masks.causal())
@@ -201,7 +207,7 @@ CAUSAL = masks.causal(align="bottom-right")
         ((Q, K, V, CU, CU), {"mask": CAUSAL & masks.documents(torch.zeros(7).long())}, "documents"),
         ((Q, K, V, CU, CU), {"mask": masks.dense(torch.ones(7, 7, dtype=torch.bool))}, "dense"),
         ((Q, K, V, CU, CU), {"mask": torch.ones(7, 7)}, "mask is Tensor"),
-        ((Q, K, V, CU, CU), {"mask": masks.prefix(4)}, "sequence 0: prefix"),
+        ((Q, K, V, CU, offsets([2, 5])), {"mask": masks.prefix(4)}, "sequence 0: prefix"),
         ((Q, K, V, CU, CU), {"sinks": torch.zeros(3)}, "sinks"),
         ((Q, K, V, CU, CU), {"dropout_p": 1.0}, "dropout_p"),
         ((Q, K, V, CU, CU), {"return_lse": 1}, "return_lse=1"),

@@ -150,6 +150,56 @@ def test_the_kv_cache_is_that_of_the_kv_heads_where_the_mask_is_causal(
     assert kv_cache(run(Attends(exact, mask), h100)).bytes_per_token == bytes_per_token
 
 
+class Cached(nn.Module):
+    """A projection into 4 query heads and 2 kv heads of 16, kept in a cache that already holds ``held`` tokens."""
+
+    def __init__(self, paged: bool, held: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 128)
+        make = rooftile.KVCache.paged if paged else rooftile.KVCache
+        self.cache = make(2, 2, *((200, 8) if paged else (1500,)), 16, dtype=torch.float32)  # type: ignore[operator]
+        self.cache.append(*[torch.zeros(2, 2, held, 16)] * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.proj(x).view(*x.shape[:2], 8, 16).transpose(1, 2).split([4, 2, 2], 1)
+        self.cache.append(k, v)
+        return self.cache.attend(q, mask=masks.causal(align="bottom-right"))
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("rows", "held", "scores"), [(1, 769, 770), (300, 0, 128 * 128 + 128 * 256 + 44 * 300)])
+def test_a_cache_costs_the_keys_that_it_holds_with_and_without_data(
+    rows: int, held: int, scores: int, paged: bool, live: bool, h100: Device
+):
+    step = Step(Cached(paged, held), (torch.randn(2, rows, 32),), phase="decode" if rows == 1 else "prefill")
+    trace = capture(step, h100, CaptureOptions(precision="fp32", live=live))
+    ((_, cost, evidence),) = [found for found in attentions(trace) if "rooftile" in found[0]]
+    assert cost.matmul_flops == 2 * 4 * scores * 2 * (16 + 16)
+    assert evidence == ("observed" if live else "derived")
+    kept, row = 2 * 2 * (held + rows) * 32 * 4, 2 * 4 * rows * (2 * 16 + 1) * 4
+    assert kept + row <= cost.bytes_read + cost.bytes_written < (kept + row) * 1.05  # and intervals, a table
+    found = kv_cache(trace)
+    assert (found.bytes_per_token, found.batch, found.tokens) == (2 * 2 * 16 * 4, 2, held + rows)
+    assert [d["count"] for d in trace.settings["attention_decision"]] == [1]
+
+
+def test_packed_sequences_count_as_one_where_the_offsets_are_data(h100: Device):
+    def packed(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        cu = torch.tensor([0, 128, 300], dtype=torch.int32, device=q.device)
+        operands = (x.flatten(0, 1) if x.dim() == 3 else x[0].transpose(0, 1) for x in (q, k, v))
+        return rooftile.attention_varlen(*operands, cu, cu, mask=mask).transpose(0, 1)[None]
+
+    step = Step(Attends(packed, masks.causal()), (torch.randn(1, LENGTH, 32),), phase="prefill")
+    dry, live = (capture(step, h100, CaptureOptions(precision="fp32", live=live)) for live in (False, True))
+    (one,), (two,) = attentions(dry), attentions(live)
+    assert (one[2], two[2]) == ("assumed", "observed")
+    assert one[1].matmul_flops == 2 * 4 * (128 * 128 + 128 * 256 + 44 * 300) * (16 + 16)
+    assert two[1].matmul_flops < one[1].matmul_flops
+    assert kv_cache(dry).tokens == LENGTH
+    assert len(dry.notes) == 1
+
+
 def test_an_option_for_torchs_attention_says_that_it_changes_nothing_here(h100: Device):
     notes = run(Attends(exact, masks.causal()), h100, attention="materialized").notes
     assert sum("--attention materialized is about torch's own attention" in note for note in notes) == 1

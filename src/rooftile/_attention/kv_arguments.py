@@ -17,6 +17,7 @@ from rooftile.masks import Mask
 
 __all__ = [
     "SlidingWindow",
+    "autocast_to",
     "check_eviction",
     "check_forgotten",
     "check_keys_and_values",
@@ -146,6 +147,14 @@ def check_no_gradient(name: str, given: Tensor) -> None:
         raise UsageError(
             f"{name} requires a gradient and a cache has none: run under torch.no_grad(), or detach {name}"
         )
+
+
+def autocast_to(stored: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    """In an autocast region of the cache's dtype fp32 tensors in that dtype, as :func:`rooftile.attention` casts."""
+    kind = "cpu" if stored.device.type == "meta" else stored.device.type
+    if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != stored.dtype:
+        return given
+    return tuple(x.to(stored.dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in given)
 
 
 def _check_tensor(name: str, given: Tensor, stored: Tensor, batch: int) -> None:

@@ -21,6 +21,7 @@ from rooftile._attention.arguments import checked_scale, checked_sinks, checked_
 from rooftile._attention.cached_attention import CachedCall, attend_cached
 from rooftile._attention.kv_arguments import (
     SlidingWindow,
+    autocast_to,
     check_eviction,
     check_forgotten,
     check_keys_and_values,
@@ -168,6 +169,7 @@ class KVCache:
         All L by default. Raises :class:`~rooftile.errors.UsageError`, and leaves the cache as it was, for other shapes,
         dtypes or devices, for lengths outside [0, L], under autograd, and when the tokens don't fit.
         """
+        k, v = autocast_to(self._storage.keys, k, v)
         check_keys_and_values(k, v, self._storage, self.batch)
         added = checked_lengths(lengths, self.batch, k.shape[2])
         keep_from = [0 if self._window is None else max(0, seen + 1 - self._window) for seen in self._seen]
@@ -230,6 +232,7 @@ class KVCache:
         Raises :class:`~rooftile.errors.UsageError` for what :func:`rooftile.attention` refuses, for masks that hold
         tensors, for queries whose window reaches back beyond what the cache has kept, and under autograd.
         """
+        (q,) = autocast_to(self._storage.keys, q)
         check_queries(q, self._storage, self.batch)
         rows = checked_lengths(lengths, self.batch, q.shape[2])
         if lengths is None and self._ragged is not None and self._ragged[0] == q.shape[2] > 0:

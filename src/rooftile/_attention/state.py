@@ -113,6 +113,9 @@ def merge_all(states: Sequence[AttentionState]) -> AttentionState:
     itself, NaN propagates. No input is copied into a stack. Raises :class:`~rooftile.errors.UsageError` for an empty
     sequence and for states of different shape, dtype or device.
     """
+    if isinstance(states, AttentionState) or not all(isinstance(state, AttentionState) for state in states):
+        found = type(states).__name__ if isinstance(states, AttentionState) else [type(s).__name__ for s in states]
+        raise UsageError(f"merge_all takes a sequence of AttentionState, and this is {found}: pass states in a list")
     if not states:
         raise UsageError("merge_all of no state has no shape: pass at least one state")
     first = states[0]

@@ -13,7 +13,8 @@ from rooftile._attention.function import needs_grad
 from rooftile._attention.kernels import select
 from rooftile._attention.sequences import check_mask, check_mask_lengths, has_values, sequence_intervals
 from rooftile.errors import UsageError
-from rooftile.masks import Mask, Visibility
+from rooftile.masks import Mask, Visibility, documents
+from rooftile.masks.base import signed
 
 __all__ = ["attention_varlen"]
 
@@ -82,7 +83,11 @@ def attention_varlen(
     if mask is not None:
         check_mask(mask, "attention_varlen", "the offsets already say where each sequence ends")
         _check_alignment(mask, cu_seqlens_q.diff(), cu_seqlens_k.diff())
-    call = replace(call, visibility=_visibility(mask, cu_seqlens_q.long(), cu_seqlens_k.long(), q.shape[0]))
+    see = _visibility(mask, cu_seqlens_q.long(), cu_seqlens_k.long(), q.shape[0])
+    if mask is not None and cu_seqlens_q is cu_seqlens_k and not torch.compiler.is_compiling():
+        # Of all tokens together the mask hides the same, and the sequences more.
+        see = signed(lambda: mask & documents(cu_seqlens_q), see)
+    call = replace(call, visibility=see)
     with_grad = needs_grad(q, k, v, sinks)
     out, lse = attend(call, False, select(kernel, call, with_grad), with_grad)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
@@ -146,8 +151,5 @@ def _check_alignment(mask: Mask, lengths_q: Tensor, lengths_k: Tensor) -> None:
             torch._assert_async(
                 ~unequal.any(), "the mask needs align where a sequence has more queries than keys, or fewer"
             )
-        longest = max([getattr(part, "length", 0) for part in mask.parts])
-        short_of = (lengths_q > 0) & (lengths_k < longest)
-        torch._assert_async(~short_of.any(), "the prefix is longer than the keys of a sequence")
     elif has_values(lengths_q):
         check_mask_lengths(mask, lengths_q.tolist(), lengths_k.tolist())

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rooftile.capture.modules import ModuleTracker
 from rooftile.capture.policy.workspaces import Workspaces
 from rooftile.capture.trace import Call, Op, Phase, Role, Storage, TensorMeta
-from rooftile.capture.visible import INTERVAL_OPERATORS, visible_keys
+from rooftile.capture.visible import INTERVAL_OPERATORS, Places, visible_keys
 
 __all__ = ["Recorder", "describe"]
 
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, _StorageRef] = {}
         self._composite: dict[Any, bool] = {}
         self._ignored: dict[Any, bool] = {}
-        self._intervals: dict[Any, int] = {}
+        self._intervals: dict[Any, Places | None] = {}
         self._visible: dict[int, tuple[tuple[str, Any], ...]] = {}  # by the storage of the intervals' first ends
         self._host: set[int] = set()
         self._op_phase: Phase = "forward"  # of the operator that is being recorded, with its module: a storage's birth
@@ -210,11 +210,11 @@ class Recorder(TorchDispatchMode):
         outputs: list[int] = []
         spec = self._spec(args, inputs, -1)
         named = tuple([(k, self._spec((v,), inputs, -1)[0]) for k, v in kwargs.items()]) if kwargs else ()
-        q_at = self._intervals.get(func)
-        if q_at is None:
-            q_at = self._intervals[func] = INTERVAL_OPERATORS.get(str(func), -1)
-        if q_at >= 0:
-            named += self._visible_keys(args, q_at)
+        if func not in self._intervals:
+            self._intervals[func] = INTERVAL_OPERATORS.get(str(func))
+        places = self._intervals[func]
+        if places is not None:
+            named += self._visible_keys(args, places)
         if self._host and inputs and inputs[0] in self._host:
             self._host.update(inputs)
             return
@@ -235,14 +235,14 @@ class Recorder(TorchDispatchMode):
         for name, nbytes in self._scratch[id(call)]:
             self._add_workspace(name, nbytes, now, module, phase)
 
-    def _visible_keys(self, args: tuple[Any, ...], q_at: int) -> tuple[tuple[str, Any], ...]:
+    def _visible_keys(self, args: tuple[Any, ...], places: Places) -> tuple[tuple[str, Any], ...]:
         """What the intervals say; the backward pass's are those of the forward pass, whose mask is gone."""
-        lo = args[q_at + 3]
+        lo = args[places.lo]
         if not isinstance(lo, Tensor):
-            return visible_keys(args, q_at)
+            return visible_keys(args, places)
         storage = self.storage_id(lo, describe(lo), -1)
         if storage not in self._visible:
-            self._visible[storage] = visible_keys(args, q_at)
+            self._visible[storage] = visible_keys(args, places)
         return self._visible[storage]
 
     def _add_workspace(self, name: str, nbytes: int, now: int, module: str, phase: Phase) -> None:

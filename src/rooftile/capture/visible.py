@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,17 +27,33 @@ from rooftile.capture.trace import VISIBLE_ROWS, Op
 from rooftile.masks import Mask
 from rooftile.masks.base import mask_of
 
-__all__ = ["INTERVAL_OPERATORS", "assumptions", "exact_attention_calls", "visible_keys"]
+__all__ = ["INTERVAL_OPERATORS", "Places", "assumptions", "exact_attention_calls", "visible_keys"]
 
-#: Operators with row intervals -> position of ``q`` in the schema; ``k`` and ``v`` follow, then ``lo`` and ``hi``.
-INTERVAL_OPERATORS = {"rooftile.attention.default": 0, "rooftile.attention_backward.default": 2}
+
+class Places(NamedTuple):
+    """Where an operator's schema has its operands; ``hi`` follows ``lo``. None: no such operand."""
+
+    q: int
+    lo: int
+    dense: int | None
+    kv_len: int | None  # else it is k's length, and k follows q
+
+
+#: Operators with row intervals.
+INTERVAL_OPERATORS = {
+    "rooftile.attention.default": Places(0, 3, 5, None),
+    "rooftile.attention_backward.default": Places(2, 5, 7, None),
+    "rooftile.paged_attention.default": Places(0, 4, None, 9),
+}
 
 Block = tuple[int, int]
 
 
-def visible_keys(args: tuple[Any, ...], q_at: int) -> tuple[tuple[str, Any], ...]:
+def visible_keys(args: tuple[Any, ...], places: Places) -> tuple[tuple[str, Any], ...]:
     """What to add to the keyword arguments of a call of :data:`INTERVAL_OPERATORS`; nothing if its schema says all."""
-    q, k, lo, hi, dense = (args[q_at + place] for place in (0, 1, 3, 4, 5))
+    q, lo, hi = args[places.q], args[places.lo], args[places.lo + 1]
+    dense = None if places.dense is None else args[places.dense]
+    kv_len = args[places.q + 1].shape[2] if places.kv_len is None else args[places.kv_len]
     if not isinstance(lo, Tensor) or not isinstance(hi, Tensor):
         return (("visible_evidence", "assumed"),) if _hides_keys(dense) else ()
     mask = mask_of(lo)
@@ -45,7 +61,7 @@ def visible_keys(args: tuple[Any, ...], q_at: int) -> tuple[tuple[str, Any], ...
         if _has_values(lo):
             blocks, evidence = _blocks(lo, hi), "observed"
         else:
-            blocks, evidence = _of_positions(mask, q.shape[2], k.shape[2])
+            blocks, evidence = _of_positions(mask, q.shape[2], kv_len)
     causal = mask is not None and any(_ends_at_query(part) for part in mask.parts)
     evidence = "assumed" if _hides_keys(dense) else evidence
     return ("visible_keys", blocks), ("visible_evidence", evidence), ("visible_causal", causal)
@@ -93,9 +109,9 @@ def _blocks(lo: Tensor, hi: Tensor) -> tuple[Block, ...]:
 def exact_attention_calls(ops: Iterable[Op]) -> list[dict[str, Any]]:
     """Forward calls of ``rooftile::attention``, as entries of the settings' ``attention_decision``."""
     kernels = Counter(
-        call.argument(13, "kernel") == "reference"
+        call.operator == "rooftile.attention.default" and call.argument(13, "kernel") == "reference"
         for op in ops
-        if (call := op.call).operator == "rooftile.attention.default"
+        if (call := op.call).operator in ("rooftile.attention.default", "rooftile.paged_attention.default")
     )
     told = {
         False: ("rooftile", "the model calls rooftile.attention"),
@@ -113,6 +129,7 @@ def assumptions(ops: Iterable[Op]) -> str:
     if not count:
         return ""
     return (
-        f"{count} calls of rooftile.attention hide padding or other documents, which is data: their FLOPs and bytes "
-        "are counted as if those hid nothing, an upper bound (assumed); a live capture (--live) looks at the values"
+        f"{count} {'operator' if count == 1 else 'operators'} of rooftile.attention (each pass counts) with padding or "
+        "sequences of different lengths, which are data: FLOPs and bytes are counted as if those hid nothing, an upper "
+        "bound (assumed); a live capture (--live) looks at the values"
     )

@@ -107,14 +107,37 @@ def forward(call: Call) -> Cost:
     scores = what.heads * per_head
     square = what.heads * what.batch * what.q_len * what.kv_len
 
-    def flops(scores: int) -> tuple[int, int]:
-        matmul = 2 * scores * (what.head_dim + what.value_dim)
-        per_score = 5 + what.bias + what.dense + 3 * what.dropout + 3 * what.softcap
-        rows = what.batch * what.heads * what.q_len
-        return matmul + per_score * scores + rows * (what.value_dim + 2 * what.sinks), matmul
-
     extra = _score_bytes(call, what, 2)  # scores and probabilities
-    return _cost(call, 0, flops(scores), flops(square)[0], _bytes_read(call, 0, share) + extra, extra)
+    read = _bytes_read(call, 0, share) + extra
+    return _cost(call, 0, _forward_flops(what, scores), _forward_flops(what, square)[0], read, extra)
+
+
+def _forward_flops(what: _Call, scores: int) -> tuple[int, int]:
+    """(all, in matrix products)."""
+    matmul = 2 * scores * (what.head_dim + what.value_dim)
+    per_score = 5 + what.bias + what.dense + 3 * what.dropout + 3 * what.softcap
+    rows = what.batch * what.heads * what.q_len
+    return matmul + per_score * scores + rows * (what.value_dim + 2 * what.sinks), matmul
+
+
+@formula("rooftile.paged_attention")
+def paged(call: Call) -> Cost:
+    """The same over a cache's pages (pages, Hkv, page size, D): rows reach keys through a table, and read no others."""
+    q, keys, values = (tensor(call, place, name) for place, name in enumerate(("q", "keys", "values")))
+    kv_len = call.argument(9, "kv_len")
+    if not len(q.shape) == len(keys.shape) == len(values.shape) == 4 or not isinstance(kv_len, int):
+        raise NotCountableError("paged attention operands that are not 4-dimensional")
+    what = _Call(
+        *q.shape[:3], kv_len, q.shape[3], values.shape[3],
+        softcap=call.argument(8, "softcap", 0.0) > 0, dropout=False, bias=False, dense=False,
+        sinks=isinstance(call.argument(6, "sinks"), TensorMeta), writes_scores=False,
+    )  # fmt: skip
+    per_head, share = _reached(call, what)
+    square = what.heads * what.batch * what.q_len * kv_len
+    a_key = keys.shape[1] * (keys.shape[3] + values.shape[3]) * ITEMSIZE[keys.dtype]
+    pool = bytes_of(keys) + bytes_of(values)
+    read = total_bytes(reads(call)) - pool + round(share * what.batch * kv_len * a_key)
+    return _cost(call, 0, _forward_flops(what, what.heads * per_head), _forward_flops(what, square)[0], read, 0)
 
 
 @formula("rooftile.attention_backward")

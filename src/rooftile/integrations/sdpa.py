@@ -60,7 +60,8 @@ class RoutedSdpa:
 
     def __str__(self) -> str:
         """A line for what was taken and one for each reason."""
-        lines = [f"{self.taken} calls of scaled_dot_product_attention by rooftile"]
+        calls = "call" if self.taken == 1 else "calls"
+        lines = [f"{self.taken} {calls} of scaled_dot_product_attention by rooftile"]
         lines += [f"{count} by torch: {reason}" for reason, count in self.refused.most_common()]
         return "\n".join(lines)
 

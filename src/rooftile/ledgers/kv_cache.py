@@ -138,7 +138,7 @@ def _first_calls(ops: Sequence[Op]) -> Iterator[Op]:
 
 def _tiled_causality(op: Op, masks: MaskOrigins) -> Causality | None:
     """Declared to the operator, or by a mask with a row for each query."""
-    if operator_name(op.call.operator) == "attention":
+    if operator_name(op.call.operator) in ("attention", "paged_attention"):
         return _interval_causality(op, masks)
     causal_at = 5 if operator_name(op.call.operator) == "tiled_attention" else 4
     if bool(op.call.argument(causal_at, "is_causal", False)):
@@ -153,6 +153,8 @@ def _interval_causality(op: Op, masks: MaskOrigins) -> Causality | None:
     """Of ``rooftile::attention``: by the mask that its intervals were made from, or by a dense mask."""
     if keyword(op.call, "visible_causal", False):
         return "derived"
+    if operator_name(op.call.operator) == "paged_attention":
+        return None
     before = sum(isinstance(op.call.argument(at, ""), TensorMeta) for at in range(5))
     dense = op.call.argument(5, "dense")
     if not isinstance(dense, TensorMeta) or dense.shape[-2] == 1 or dense.stride[-2] == 0:
@@ -161,12 +163,15 @@ def _interval_causality(op: Op, masks: MaskOrigins) -> Causality | None:
 
 
 def _tiled_layer(op: Op, producers: dict[int, TensorMeta]) -> _Layer:
-    k, v = op.call.inputs[1:3]  # (B, Hkv, L, D)
+    k, v = op.call.inputs[1:3]  # (B, Hkv, L, D), or pages of such
+    batch, tokens = k.shape[0], k.shape[2]
+    if operator_name(op.call.operator) == "paged_attention":
+        batch, tokens = op.call.inputs[0].shape[0], op.call.argument(9, "kv_len")
     k_heads = _heads(k, producers.get(op.inputs[1]))
     v_heads = _heads(v, producers.get(op.inputs[2]))
     return _Layer(
-        batch=k.shape[0],
-        tokens=k.shape[2],
+        batch=batch,
+        tokens=tokens,
         heads=k_heads,
         head_dim=k.shape[3],
         elements=k_heads * k.shape[3] + v_heads * v.shape[3],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils import _pytree
 
 from rooftile.errors import UsageError
 
-__all__ = ["Both", "Interval", "Mask", "Visibility", "mask_of"]
+__all__ = ["Both", "Interval", "Mask", "Visibility", "mask_of", "signed"]
 
 #: ``lo`` and ``hi`` of every row, broadcastable to (B, Lq); not yet inside ``[0, Lk]``.
 Interval = tuple[Tensor | int, Tensor | int]
@@ -40,8 +41,10 @@ class Mask(ABC):
 
     __slots__ = ()
 
-    def __and__(self, other: Mask) -> Mask:
+    def __and__(self, other: object) -> Mask:
         if not isinstance(other, Mask):
+            if isinstance(other, Tensor):
+                raise UsageError(f"{self} & a tensor: join it with masks.dense(...) of a bool tensor, or give a bias")
             return NotImplemented
         both = Both((*self.parts, *other.parts))
         both.check_composition()
@@ -95,7 +98,7 @@ class Mask(ABC):
         if torch.compiler.is_compiling():
             return _visibility(self, q_len, kv_len, device)
         if not _plain():
-            return _signed(self, _visibility(self, q_len, kv_len, device))
+            return signed(lambda: self, _visibility(self, q_len, kv_len, device))
         if not self.tensors:
             return _static(self, q_len, kv_len, device)
         if any(t.is_inference() for t in self.tensors):  # no version to tell whether the values are still the same
@@ -227,10 +230,10 @@ def _visibility(mask: Mask, q_len: int, kv_len: int, device: torch.device) -> Vi
 _SIGNATURE = "rooftile_mask"
 
 
-def _signed(mask: Mask, see: Visibility) -> Visibility:
+def signed(mask: Callable[[], Mask], see: Visibility) -> Visibility:
     """Who watches operators gets tensors, perhaps without values; an audit asks their mask what they say."""
-    if see.lo is not None:
-        setattr(see.lo, _SIGNATURE, mask)
+    if see.lo is not None and not _plain():
+        setattr(see.lo, _SIGNATURE, mask())
     return see
 
 

@@ -19,6 +19,9 @@ from rooftile.masks.base import Interval, Mask
 
 __all__ = ["Align", "Causal", "Positional", "Prefix", "Window", "causal", "prefix", "window"]
 
+#: More keys than any sequence has: distances beyond it say the same, and stay clear of the end of 64-bit integers.
+_FARTHEST = 2**31
+
 Align = Literal["bottom-right", "top-left"]
 _ALIGNMENTS = ("bottom-right", "top-left")
 
@@ -82,17 +85,17 @@ class Window(Positional):
     def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Key ``j`` is at most ``left`` before and ``right`` after the query."""
         behind = self.position(i, q_len, kv_len) - j
-        return (behind <= self.left) & (-behind <= self.right)
+        return (behind <= _within(self.left)) & (-behind <= _within(self.right))
 
     def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:
         """``[position - left, position + right + 1)``."""
         at = self.position(i, q_len, kv_len)
-        return at - self.left, at + (self.right + 1)
+        return at - _within(self.left), at + (_within(self.right) + 1)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Prefix(Positional):
-    """A query sees the first ``length`` keys and those up to its own position."""
+    """A query sees the first ``length`` keys (all, where there are fewer) and those up to its own position."""
 
     length: int
     align: Align | None = None
@@ -101,19 +104,13 @@ class Prefix(Positional):
     def __str__(self) -> str:
         return f"prefix({self.length}{_said(self.align, ', ')})"
 
-    def check_lengths(self, q_len: int, kv_len: int) -> None:
-        """The prefix lies inside the keys."""
-        Positional.check_lengths(self, q_len, kv_len)
-        if self.length > kv_len:
-            raise UsageError(f"prefix({self.length}) of {kv_len} keys: the prefix can't be longer than the keys")
-
     def sees(self, i: Tensor, j: Tensor, q_len: int, kv_len: int) -> Tensor:
         """Key ``j`` is of the prefix, or does not come after the query."""
-        return (j < self.length) | (j <= self.position(i, q_len, kv_len))
+        return (j < _within(self.length)) | (j <= self.position(i, q_len, kv_len))
 
     def interval(self, i: Tensor, q_len: int | Tensor, kv_len: int | Tensor) -> Interval:
         """``[0, max(length, position + 1))``."""
-        return 0, (self.position(i, q_len, kv_len) + 1).clamp(min=self.length)
+        return 0, (self.position(i, q_len, kv_len) + 1).clamp(min=_within(self.length))
 
 
 def causal(align: Align | None = None) -> Causal:
@@ -163,6 +160,10 @@ def _integer(value: object, name: str, argument: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise UsageError(f"{name}({argument}={value!r}) needs an integer, not {type(value).__name__}")
     return value  # type: ignore[return-value]
+
+
+def _within(distance: int) -> int:
+    return min(distance, _FARTHEST) if isinstance(distance, int) else distance
 
 
 def _said(align: str | None, before: str = "") -> str:
