@@ -50,6 +50,13 @@ def test_attention_prints_one_table_a_case_and_pass_and_the_next_command(capsys:
     assert "--json attention.json" in lines[-1]
 
 
+def test_only_the_kernels_asked_for_run_beside_torchs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "attention.json"
+    out(capsys, *TINY, "--kernel", "tiled", "--json", str(path))
+    measured = {record.contender for record in load_records(path) if record.task == "attention forward"}
+    assert measured == {"tiled", "torch SDPA"}
+
+
 def test_attention_writes_every_condition_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "attention.json"
     text = out(capsys, *TINY, "--json", str(path))
@@ -106,6 +113,7 @@ def test_compare_refuses_other_conditions_by_name(tmp_path: Path, capsys: pytest
         (["attention", "--shape", "1,8,64"], "shape '1,8,64' is not B,H,L,D"),
         (["attention", "--dtype", "int8"], "--dtype is 'int8'; choose fp32, bf16, fp16, fp64"),
         (["attention", "--repeats", "1"], "give at least 3 repeats"),
+        (["attention", "--kernel", "flash"], "--kernel flash: give native, tiled or reference"),
         (["attention", "--threads", "0"], "0 threads on "),
         (["attention", "--json", "/nowhere/x.json"], "--json /nowhere/x.json can't be written"),
         (["ceilings", "--threads", "1000000"], "1000000 threads on "),

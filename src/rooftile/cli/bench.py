@@ -71,23 +71,29 @@ def attention(
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Mask the future (the last query sees all keys).")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Time the backward pass too.")] = False,
+    kernel: Annotated[
+        list[str] | None, typer.Option("--kernel", metavar="NAME", help="native, tiled or reference [default: all].")
+    ] = None,
     threads: ThreadsOption = None,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Rounds that count.")] = 11,
     json: JsonOption = None,
 ) -> None:
     """Time attention kernels side by side with torch's own: speed, share of the ceiling, error against FP64.
 
-    --shape and --dtype can be given several times.
+    --shape, --dtype and --kernel can be given several times. torch's own always runs.
     """
     import torch
 
-    from rooftile.bench.attention_run import run_case
+    from rooftile.bench.attention_run import KERNELS, run_case
     from rooftile.bench.ceilings import COMPUTE, measure_ceilings
     from rooftile.bench.measuring import check_rounds
     from rooftile.cli.bench_report import attention_report
 
-    check_rounds(1, repeats)
+    check_rounds(2, repeats)
     check_writable(json)
+    for name in kernel or ():
+        if name not in KERNELS:
+            raise UsageError(f"--kernel {name}: give {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     cases = _cases(shape or ["1,8,2048,64"], dtype or ["bf16"], causal)
     count = torch.get_num_threads() if threads is None else threads
     outcomes: list[Outcome] = []
@@ -96,7 +102,11 @@ def attention(
         for case in cases:
             for is_backward in (False, True) if backward else (False,):
                 told = _told(say, f"{case.name} {'backward' if is_backward else 'forward'}")
-                outcomes.append(run_case(case, backward=is_backward, threads=count, repeats=repeats, say=told))
+                outcomes.append(
+                    run_case(
+                        case, kernels=kernel or KERNELS, backward=is_backward, threads=count, repeats=repeats, say=told
+                    )
+                )
     if json != STDOUT:
         print(attention_report(outcomes, roofs, count))
         print(_after_attention(ctx, json))
