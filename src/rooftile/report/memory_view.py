@@ -137,14 +137,18 @@ def _states_and_fit(report: Report) -> Iterable[Text]:
 def _kv_cache(cache: Section) -> Text:
     if cache.bytes_per_token is None:
         return Text.assemble(("KV cache ", "bold"), f"none: {cache.reason}")
-    heads = f"{cache.layers} layers"
+    heads = _counted(cache.layers, "layer")
     if cache.heads and cache.head_dim:
-        heads += f" x {cache.heads} heads x {cache.head_dim}"
+        heads += f" x {_counted(cache.heads, 'head')} x {cache.head_dim}"
     return Text.assemble(
         ("KV cache ", "bold"),
         f"{cache.bytes_per_token:,} B a token ({heads}, {cache.dtype}; {cache.evidence}), "
         f"{units.gb(cache.total_bytes)} for {cache.batch} x {cache.tokens:,}{_as_captured(cache)}",
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _as_captured(cache: Section) -> str:
