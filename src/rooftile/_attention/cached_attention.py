@@ -51,7 +51,8 @@ def attend_cached(cached: CachedCall) -> tuple[Tensor, Tensor]:
     if name != "native" and not shapes_alone:
         return _block_by_block(call, lo, hi, cached.storage, name)
     see = Visibility(*(end.to(cached.q.device) for end in (lo, hi)))
-    if len(set(cached.seen)) == len(set(cached.rows)) == 1:  # of sequences that are alike a mask says what they see
+    alike = len(set(cached.seen)) == len(set(cached.rows)) == 1
+    if alike and (cached.mask is None or not any(origins)):  # then a mask says what the rows see of the storage
         see = signed(lambda: _mask_of_all(cached), see)
     call = replace(call, visibility=see)
     if isinstance(cached.storage, Paged):
