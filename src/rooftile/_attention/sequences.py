@@ -29,7 +29,7 @@ def check_mask(mask: object, what: str, instead: str) -> None:
 
 
 def check_mask_lengths(mask: Mask, q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
-    """The mask's own check of each sequence that has queries: an alignment unsaid, a prefix too long."""
+    """The mask's own check of each sequence that has queries: an alignment unsaid."""
     for s, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         if q_len:
             try:

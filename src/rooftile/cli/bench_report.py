@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_report", "ceilings_report", "comparison_as_dict", "comparison_report"]
 
+#: Characters of a code path that the table has room for.
 _PATH = 16
 
 _ISA_SHOWN = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve")
